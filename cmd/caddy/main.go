@@ -1,0 +1,10 @@
+// Command caddy is a ready-made Caddy with the gpu_broker module.
+package main
+
+import (
+	caddycmd "github.com/caddyserver/caddy/v2/cmd"
+
+	_ "github.com/caddyserver/caddy/v2/modules/standard"
+)
+
+func main() { caddycmd.Main() }

@@ -1,0 +1,134 @@
+// Package config holds the JSON configuration of the broker: its types, whose
+// comments are the user manual, their defaults and their validation.
+package config
+
+import (
+	"encoding/json"
+
+	"github.com/caddyserver/caddy/v2"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// Broker is the configuration of the app: what the GPUs are, which model
+// servers share them, and the rules of service.
+type Broker struct {
+	// Where GPU facts come from: a module of the namespace `gpu_broker.samplers`,
+	// chosen by `driver`: `auto`, `nvml`, `nvidia_smi`, `static` or `simulated`.
+	// Default: `auto`, the first of nvml and nvidia_smi that works.
+	GPURaw json.RawMessage `json:"gpu,omitempty" caddy:"namespace=gpu_broker.samplers inline_key=driver"`
+
+	// What the scheduler does: `evicting` (queue, lock, loads and evictions),
+	// `locked` (queue and lock only) or `passthrough` (nothing; requests are
+	// passed on at once). Default: `evicting`.
+	Scheduler string `json:"scheduler,omitempty"`
+	// What the lock guards: `exclusive` lets one server compute at a time on each GPU,
+	// `global` one on all GPUs together. Default: `exclusive`.
+	Lock string `json:"lock,omitempty"`
+	// Memory that a load must find free beyond its claim. Default: 256MiB, and
+	// 4GiB on a GPU that shares its memory with the CPU.
+	Cushion *gpu.Bytes `json:"cushion,omitempty"`
+	// Memory on each GPU that is kept free for others' growth; 1GiB is wise on a desktop. Default: 0.
+	Reserve gpu.Bytes `json:"reserve,omitempty"`
+
+	// How many requests may wait in all; one more gets 503 queue_full. Default: 512.
+	MaxQueue int `json:"max_queue,omitempty"`
+	// How long a request may wait for its turn and its model, before it gets 504
+	// budget_exceeded. A consumer's or route's own wins. Default: 10m.
+	Budget caddy.Duration `json:"budget,omitempty"`
+	// The largest request body that is read ahead; above it 413. Default: 256MiB.
+	MaxBody gpu.Bytes `json:"max_body,omitempty"`
+	// How much of request bodies may be held ahead in all; above it 503. Default: 2GiB.
+	MaxBuffered gpu.Bytes `json:"max_buffered,omitempty"`
+	// Whether responses carry `Server-Timing` and `X-GPU-Broker-Consumer`: `on` or `off`. Default: `on`.
+	Headers string `json:"headers,omitempty"`
+
+	// How often a server is asked for its health and residency. Default: 5s.
+	ProbeInterval caddy.Duration `json:"probe_interval,omitempty"`
+	// How long one probe may take. Default: 2s.
+	ProbeTimeout caddy.Duration `json:"probe_timeout,omitempty"`
+	// How long a load may take, until the server says that it is ready. Default: 5m.
+	LoadTimeout caddy.Duration `json:"load_timeout,omitempty"`
+	// How long an unload may take, until the server says that it is done. Default: 30s.
+	UnloadTimeout caddy.Duration `json:"unload_timeout,omitempty"`
+	// How long to wait for memory to come back after an unload. Default: 10s.
+	EvictWait caddy.Duration `json:"evict_wait,omitempty"`
+	// How long a server that is to be unloaded may take to finish its running work. Default: 10m.
+	DrainTimeout caddy.Duration `json:"drain_timeout,omitempty"`
+	// How long a load that nobody waits for any more keeps its memory from others. Default: 10s.
+	AbandonAfter caddy.Duration `json:"abandon_after,omitempty"`
+	// How long to wait for memory that is not ours to take, before 503 vram_exhausted. Default: 10s.
+	OutsiderWait caddy.Duration `json:"outsider_wait,omitempty"`
+	// How many unloads beyond the plan are tried where memory does not come back. Default: 5.
+	MaxEvictions int `json:"max_evictions,omitempty"`
+
+	// How far requests for loaded models may overtake one for a model that is not, in multiples of the
+	// time that a switch takes. Default: 15.
+	Overtake *float64 `json:"overtake,omitempty"`
+	// The least and the most of that in time. Defaults: 30s, 10m; never above half the budget.
+	OvertakeMin *caddy.Duration `json:"overtake_min,omitempty"`
+	OvertakeMax *caddy.Duration `json:"overtake_max,omitempty"`
+	// How long an idle model is kept against another, in multiples of the time that a switch takes. Default: 0.25.
+	Hold *float64 `json:"hold,omitempty"`
+	// By how much a later request of the model that computes may go before an earlier one of another
+	// loaded model. Default: 20s.
+	LockOvertake *caddy.Duration `json:"lock_overtake,omitempty"`
+
+	// The model servers, in the order in which unexplained memory is given to them.
+	Consumers []*Consumer `json:"consumers,omitempty"`
+}
+
+// Consumer is a model server that may hold GPU memory.
+type Consumer struct {
+	// The name by which routes, metrics and the admin API speak of it.
+	Name string `json:"name"`
+	// What is known of a kind of server: `ollama`, `comfyui`. Everything in it can be overridden here.
+	Preset string `json:"preset,omitempty"`
+	// Whether it is served: `on` or `off`. `off` keeps it in status and refuses its requests. Default: `on`.
+	Enabled string `json:"enabled,omitempty"`
+	// Its address, `host:port`: for probes, loads and unloads, and behind the
+	// placeholder `{http.gpu_broker.upstream}`.
+	Upstream string `json:"upstream,omitempty"`
+	// How much GPU memory it takes when loaded.
+	VRAM gpu.Bytes `json:"vram"`
+	// The index of the GPU that it runs on. Default: 0.
+	GPU int `json:"gpu,omitempty"`
+	// How many of its requests run at once. Default: 1.
+	Concurrency int `json:"concurrency,omitempty"`
+	// `none` for a server that needs its memory but may compute beside any other, such as a small embedder.
+	Lock string `json:"lock,omitempty"`
+	// Consumers that are never unloaded for this one.
+	CanCoexistWith []string `json:"can_coexist_with,omitempty"`
+	// Never unloaded for others, and never when idle.
+	Pin bool `json:"pin,omitempty"`
+	// Never unloaded for others.
+	NoEvict bool `json:"no_evict,omitempty"`
+	// The server frees memory by its own rules; it is never unloaded by the broker, but room is made for it.
+	VRAMManaged bool `json:"vram_managed,omitempty"`
+	// How long after its last request it is not unloaded for others. Default: 0.
+	KeepAlive caddy.Duration `json:"keep_alive,omitempty"`
+	// What to take for the time that a switch to it costs, until it is measured. Default: 20s.
+	SwitchCost caddy.Duration `json:"switch_cost,omitempty"`
+	// GPU memory that its process keeps after an unload and uses again, such as a CUDA context. Default: 0.
+	Residual gpu.Bytes `json:"residual,omitempty"`
+	// Its answer comes before its work is done: the GPU is held until its busy route says that it is idle.
+	Async bool `json:"async,omitempty"`
+	// Names of processes whose GPU memory is its, as the driver shows them; with them its use is measured.
+	Processes []string `json:"processes,omitempty"`
+
+	// Requests that need the GPU, each as `METHOD /path` or `/path`, where `*` at the end of the path stands for
+	// anything. If any is named, all others are bypassed. Default: all but OPTIONS and HEAD.
+	GPURoutes []string `json:"gpu_routes,omitempty"`
+	// Requests that need no GPU, in the same form.
+	Bypass []string `json:"bypass,omitempty"`
+	// Requests that need no GPU but count as use, in the same form.
+	Touch []string `json:"touch,omitempty"`
+
+	// As the broker's settings of the same name.
+	Budget        caddy.Duration `json:"budget,omitempty"`
+	LoadTimeout   caddy.Duration `json:"load_timeout,omitempty"`
+	UnloadTimeout caddy.Duration `json:"unload_timeout,omitempty"`
+
+	// How it is probed, loaded and unloaded: a module of the namespace `gpu_broker.lifecycles`, chosen by `protocol`. Default: `http`.
+	LifecycleRaw json.RawMessage `json:"lifecycle,omitempty" caddy:"namespace=gpu_broker.lifecycles inline_key=protocol"`
+}
