@@ -63,9 +63,10 @@ type Broker struct {
 	MaxEvictions int `json:"max_evictions,omitempty"`
 
 	// How far requests for loaded models may overtake one for a model that is not, in multiples of the
-	// time that a switch takes. Default: 15.
+	// time that a switch takes; 0 stands for the least time. Default: 15.
 	Overtake *float64 `json:"overtake,omitempty"`
-	// The least and the most of that in time. Defaults: 30s, 10m; never above half the budget.
+	// The least and the most of that in time. Defaults: 30s, 10m; never above half the budget. Where only
+	// one is given, the other's default gives way to it.
 	OvertakeMin *caddy.Duration `json:"overtake_min,omitempty"`
 	OvertakeMax *caddy.Duration `json:"overtake_max,omitempty"`
 	// How long an idle model is kept against another, in multiples of the time that a switch takes. Default: 0.25.
@@ -80,9 +81,12 @@ type Broker struct {
 
 // Consumer is a model server that may hold GPU memory.
 type Consumer struct {
-	// The name by which routes, metrics and the admin API speak of it.
+	// The name by which routes, metrics and the admin API speak of it: letters, digits, `-`, `_` and `.`,
+	// at most 64 of them.
 	Name string `json:"name"`
-	// What is known of a kind of server: `ollama`, `comfyui`. Everything in it can be overridden here.
+	// What is known of a kind of server: `ollama`, `comfyui`. Everything in it can be overridden here:
+	// objects are merged, lists and single values replace the preset's, and a route of the lifecycle with another
+	// path replaces the preset's route whole.
 	Preset string `json:"preset,omitempty"`
 	// Whether it is served: `on` or `off`. `off` keeps it in status and refuses its requests. Default: `on`.
 	Enabled string `json:"enabled,omitempty"`
@@ -90,7 +94,8 @@ type Consumer struct {
 	// placeholder `{http.gpu_broker.upstream}`.
 	Upstream string `json:"upstream,omitempty"`
 	// How much GPU memory it takes when loaded.
-	VRAM gpu.Bytes `json:"vram"`
+	// Required, unless the scheduler is `locked` or `passthrough`.
+	VRAM gpu.Bytes `json:"vram,omitempty"`
 	// The index of the GPU that it runs on. Default: 0.
 	GPU int `json:"gpu,omitempty"`
 	// How many of its requests run at once. Default: 1.
@@ -131,4 +136,10 @@ type Consumer struct {
 
 	// How it is probed, loaded and unloaded: a module of the namespace `gpu_broker.lifecycles`, chosen by `protocol`. Default: `http`.
 	LifecycleRaw json.RawMessage `json:"lifecycle,omitempty" caddy:"namespace=gpu_broker.lifecycles inline_key=protocol"`
+
+	// Where it is defined, `file:line`: the Caddyfile's adapter writes it, so that errors can name the place. It has no effect.
+	Source string `json:"source,omitempty"`
+
+	// Fields given with a zero value, which "omitempty" would lose: they override a preset's. See Explicit.
+	explicit map[string]bool
 }

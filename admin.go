@@ -1,0 +1,128 @@
+package gpubroker
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+)
+
+func init() { caddy.RegisterModule(Admin{}) }
+
+// active is the broker of this process, while a configuration has one. The
+// admin endpoint looks it up at each request: it is replaced before the apps of a
+// configuration are provisioned, and stays replaced if they fail.
+var active atomic.Pointer[pooled]
+
+// Admin serves the broker on Caddy's admin endpoint:
+//
+// Request | Effect
+// --------|-------
+// `GET /gpu_broker/status` | as the handler's status
+// `GET /gpu_broker/decisions` | as the handler's decisions
+// `POST /gpu_broker/consumers/<name>/load` | loads it, in its turn
+// `POST /gpu_broker/consumers/<name>/unload` | lets running work finish, then unloads it; a pinned one only with `?force=true`
+//
+// Both answer when it is done, at most after `?wait=` (default 5m), and then with 202.
+type Admin struct{}
+
+// CaddyModule returns the Caddy module information.
+func (Admin) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "admin.api.gpu_broker", New: func() caddy.Module { return new(Admin) }}
+}
+
+// Provision registers the metrics: it runs for every configuration, so they are complete even after one that failed.
+func (Admin) Provision(ctx caddy.Context) error { return registerMetrics(ctx.GetMetricsRegistry()) }
+
+// Routes returns the admin routes.
+func (a Admin) Routes() []caddy.AdminRoute {
+	return []caddy.AdminRoute{{Pattern: "/gpu_broker/", Handler: caddy.AdminHandlerFunc(a.serve)}}
+}
+
+// adminWait is how long a load or unload by hand is waited for.
+const adminWait = 5 * time.Minute
+
+func (Admin) serve(w http.ResponseWriter, r *http.Request) error {
+	p := active.Load()
+	if p == nil {
+		return caddy.APIError{HTTPStatus: http.StatusNotFound, Err: errors.New("no configuration has the app gpu_broker")}
+	}
+	rest := strings.TrimPrefix(r.URL.Path, "/gpu_broker/")
+	if doc := documents[rest]; doc != nil && rest != "" {
+		if r.Method != http.MethodGet {
+			return methodNotAllowed(w, "GET")
+		}
+		return writeJSON(w, doc(p))
+	}
+	if parts := strings.Split(rest, "/"); len(parts) == 3 && parts[0] == "consumers" {
+		if act := actions[parts[2]]; act != nil {
+			if r.Method != http.MethodPost {
+				return methodNotAllowed(w, "POST")
+			}
+			return perform(w, r, p.broker, parts[1], act)
+		}
+	}
+	return caddy.APIError{HTTPStatus: http.StatusNotFound,
+		Err: fmt.Errorf("no such route: %s; there are status, decisions, healthz, consumers/<name>/load and consumers/<name>/unload", r.URL.Path)}
+}
+
+// actions are what can be asked of a consumer by hand.
+var actions = map[string]func(ctx context.Context, b *broker.Broker, name string, force bool) error{
+	"load": func(ctx context.Context, b *broker.Broker, name string, _ bool) error { return b.LoadByHand(ctx, name) },
+	"unload": func(ctx context.Context, b *broker.Broker, name string, force bool) error {
+		return b.UnloadByHand(ctx, name, force)
+	},
+}
+
+func perform(w http.ResponseWriter, r *http.Request, b *broker.Broker, name string, act func(context.Context, *broker.Broker, string, bool) error) error {
+	q := r.URL.Query()
+	wait := adminWait
+	if text := q.Get("wait"); text != "" {
+		d, err := caddy.ParseDuration(text)
+		if err != nil || d < 0 {
+			return caddy.APIError{HTTPStatus: http.StatusBadRequest, Err: fmt.Errorf("wait=%q is no duration: write for example wait=30s", text)}
+		}
+		wait = min(d, time.Hour)
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), wait)
+	defer cancel()
+	force := q.Get("force") == "true" || q.Get("force") == "1"
+	err := act(ctx, b, name, force)
+	var refused *broker.Refused
+	status := http.StatusInternalServerError
+	switch {
+	case err == nil:
+		return writeJSON(w, map[string]any{"consumer": name, "done": true})
+	case errors.Is(err, context.DeadlineExceeded):
+		w.WriteHeader(http.StatusAccepted)
+		return writeJSON(w, map[string]any{"consumer": name, "done": false})
+	case errors.Is(err, broker.ErrUnknownConsumer):
+		status = http.StatusNotFound
+	case errors.Is(err, broker.ErrPinned), errors.Is(err, broker.ErrCannot):
+		status = http.StatusConflict
+	case errors.As(err, &refused):
+		status = http.StatusServiceUnavailable
+		if s := statuses[refused.Code]; s != 0 {
+			status = s
+		}
+	}
+	return caddy.APIError{HTTPStatus: status, Err: err}
+}
+
+func methodNotAllowed(w http.ResponseWriter, allowed string) error {
+	w.Header().Set("Allow", allowed)
+	return caddy.APIError{HTTPStatus: http.StatusMethodNotAllowed, Err: fmt.Errorf("use %s", allowed)}
+}
+
+// Interface guards
+var (
+	_ caddy.AdminRouter = (*Admin)(nil)
+	_ caddy.Provisioner = (*Admin)(nil)
+)

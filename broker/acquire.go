@@ -1,0 +1,178 @@
+package broker
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// Request asks for a place on a consumer.
+type Request struct {
+	Consumer  string
+	Priority  int           // lower is more urgent
+	Submitted time.Time     // zero: now. A request that is admitted once more keeps its time.
+	Budget    time.Duration // for queue and load; 0: the consumer's
+}
+
+// Lease is the right to run one job. It must be released.
+type Lease struct {
+	b        *Broker
+	job      scheduler.JobID
+	began    time.Time
+	Consumer string
+	Upstream string        // host:port of the server, or empty
+	Async    bool          // its work may outlive its answer
+	Queued   time.Duration // how long it waited for its turn
+	Loading  time.Duration // … and how long for its load
+}
+
+// Refused is the error of a request that gets no place.
+type Refused struct {
+	scheduler.Refusal
+	Consumer string
+}
+
+func (r *Refused) Error() string { return r.Message }
+
+// ErrNotStarted says that no configuration came to rule in time.
+var ErrNotStarted = errors.New("the broker has no configuration yet")
+
+// startWait is how long a request that came before the first configuration waits for it.
+const startWait = 10 * time.Second
+
+// Acquire waits for a place and returns a lease on it, or an error: *Refused,
+// or the context's own if the client left. Nothing is held after an error.
+func (b *Broker) Acquire(ctx context.Context, r Request) (Lease, error) {
+	if err := b.waitStarted(ctx); err != nil {
+		return Lease{}, err
+	}
+	now := time.Now()
+	if r.Submitted.IsZero() {
+		r.Submitted = now
+	}
+	b.mu.Lock()
+	c := b.consumers[r.Consumer]
+	if c == nil || b.closed {
+		closed := b.closed
+		b.mu.Unlock()
+		return Lease{}, b.refusedAtOnce(now, r.Consumer, noConsumer(r.Consumer, closed))
+	}
+	if r.Budget == 0 {
+		r.Budget = c.budget
+	}
+	effects, wake := b.state.Step(now, scheduler.Submit{Slot: r.Consumer, Priority: r.Priority, Submitted: r.Submitted, Deadline: r.Submitted.Add(r.Budget)})
+	c.requests++
+	lease := Lease{b: b, began: now, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async}
+	lease.job = effects[0].Job
+	switch effects[0].Kind {
+	case scheduler.Admit: // the warm path
+		b.act(now, effects, wake)
+		b.mu.Unlock()
+		return lease, nil
+	case scheduler.Refuse:
+		refusal := effects[0].Refusal
+		b.act(now, effects, wake)
+		b.mu.Unlock()
+		return Lease{}, b.refusedAtOnce(now, r.Consumer, refusal)
+	}
+	w := &waiter{ready: make(chan struct{}), consumer: c, since: r.Submitted}
+	b.waiters[lease.job] = w
+	b.act(now, effects, wake)
+	b.mu.Unlock()
+	return b.await(ctx, lease, w)
+}
+
+// TryAcquire returns a lease if the job can run at once. It never waits and never refuses.
+func (b *Broker) TryAcquire(r Request) (Lease, bool) {
+	now := time.Now()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.consumers[r.Consumer]
+	if c == nil || b.closed {
+		return Lease{}, false
+	}
+	effects, wake := b.state.Step(now, scheduler.Submit{Slot: r.Consumer, Priority: r.Priority, IfFree: true})
+	if effects[0].Kind != scheduler.Admit {
+		return Lease{}, false
+	}
+	lease := Lease{b: b, job: effects[0].Job, began: now, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async}
+	c.requests++
+	b.act(now, effects, wake)
+	return lease, true
+}
+
+// Touch counts as use of a consumer, without a job.
+func (b *Broker) Touch(consumer string) { b.step(scheduler.Touch{Slot: consumer}) }
+
+// await waits for the answer, or gives the place back if the client leaves.
+func (b *Broker) await(ctx context.Context, lease Lease, w *waiter) (Lease, error) {
+	select {
+	case <-w.ready:
+	case <-ctx.Done():
+		b.mu.Lock()
+		delete(b.waiters, lease.job)
+		b.mu.Unlock()
+		b.step(scheduler.Cancel{Job: lease.job}) // a place that was granted meanwhile goes back with it
+		return Lease{}, context.Cause(ctx)
+	}
+	if w.refusal != nil {
+		return Lease{}, &Refused{Refusal: *w.refusal, Consumer: lease.Consumer}
+	}
+	lease.began = time.Now()
+	lease.Queued, lease.Loading = w.queued, w.loading
+	return lease, nil
+}
+
+// Release ends the job. A second call does nothing.
+func (l Lease) Release(outcome scheduler.Outcome) {
+	b := l.b
+	if b == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if !b.closed {
+		now := time.Now()
+		b.lastRun = now.Sub(l.began)
+		effects, wake := b.state.Step(now, scheduler.Release{Job: l.job, Outcome: outcome})
+		b.act(now, effects, wake)
+	}
+}
+
+func (b *Broker) waitStarted(ctx context.Context) error {
+	select {
+	case <-b.started:
+		return nil
+	default:
+	}
+	t := time.NewTimer(startWait)
+	defer t.Stop()
+	select {
+	case <-b.started:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-t.C:
+		return ErrNotStarted
+	}
+}
+
+func noConsumer(name string, closed bool) *scheduler.Refusal {
+	if closed {
+		return &scheduler.Refusal{Code: scheduler.Draining, Message: "the broker is stopping", RetryAfter: 5 * time.Second}
+	}
+	return &scheduler.Refusal{Code: scheduler.UnknownConsumer, Message: fmt.Sprintf("there is no consumer %q", name)}
+}
+
+// refusedAtOnce makes the error of a request that never queued, for which the scheduler keeps no record.
+func (b *Broker) refusedAtOnce(now time.Time, consumer string, r *scheduler.Refusal) error {
+	b.mu.Lock()
+	if !b.closed {
+		b.record(scheduler.Decision{At: now, Kind: "refuse", Slot: consumer, GPU: -1, Code: r.Code, Reason: r.Message})
+	}
+	b.mu.Unlock()
+	return &Refused{Refusal: *r, Consumer: consumer}
+}

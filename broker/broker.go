@@ -1,0 +1,179 @@
+// Package broker runs the scheduler: it is the driver around the pure reducer.
+// It owns the clock, the goroutines and the talk with servers and GPUs; what is
+// to be done is decided in package scheduler alone.
+package broker
+
+import (
+	"context"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// Broker is the one scheduler of a process. It outlives every configuration.
+type Broker struct {
+	mu        sync.Mutex
+	state     *scheduler.State            // guarded by mu
+	waiters   map[scheduler.JobID]*waiter // guarded by mu
+	consumers map[string]*consumer        // guarded by mu; replaced entries keep their pointer
+	gens      []*Generation               // guarded by mu; in the order of their start
+	closed    bool                        // guarded by mu
+	wakeAt    time.Time                   // guarded by mu: when timer fires; zero: it doesn't
+	timer     *time.Timer                 // guarded by mu
+	lastRun   time.Duration               // guarded by mu
+	records   ring                        // guarded by mu
+	changed   chan struct{}               // guarded by mu: closed and replaced at each decision
+	sampler   *samplerLoop                // guarded by mu
+	devices   map[string]gpu.Device       // guarded by mu: the last full reading of each GPU, for display
+
+	started chan struct{} // closed by the first Push
+	current atomic.Pointer[Generation]
+	posts   chan post // to the one goroutine that logs and tells; bounded
+	dropped atomic.Int64
+
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+	tasks  sync.WaitGroup // every goroutine of the broker
+}
+
+// waiter is a request that waits. Its channel is closed under the broker's mutex.
+type waiter struct {
+	ready    chan struct{}
+	consumer *consumer
+	since    time.Time
+	refusal  *scheduler.Refusal // valid once ready is closed; nil: admitted
+	queued   time.Duration      // valid once ready is closed
+	loading  time.Duration
+}
+
+// New makes a broker without a configuration. Close ends it.
+func New() *Broker {
+	b := &Broker{
+		state:     scheduler.New(),
+		waiters:   map[scheduler.JobID]*waiter{},
+		consumers: map[string]*consumer{},
+		devices:   map[string]gpu.Device{},
+		changed:   make(chan struct{}),
+		started:   make(chan struct{}),
+		posts:     make(chan post, 1024),
+	}
+	b.ctx, b.cancel = context.WithCancel(context.Background())
+	b.tasks.Go(b.tell)
+	return b
+}
+
+// Close ends all that the broker runs, refuses who still waits, and returns
+// when the last goroutine has ended. It may be called more than once.
+func (b *Broker) Close() {
+	b.mu.Lock()
+	first := !b.closed
+	b.closed = true
+	if first {
+		b.cancel()
+		if b.timer != nil {
+			b.timer.Stop()
+		}
+		for id, w := range b.waiters {
+			delete(b.waiters, id)
+			w.refusal = &scheduler.Refusal{Code: scheduler.Draining, Message: "the broker is stopping", RetryAfter: 5 * time.Second}
+			close(w.ready)
+		}
+	}
+	b.mu.Unlock()
+	b.tasks.Wait()
+	if first {
+		for _, c := range b.consumers { // nobody else is left
+			_ = c.driver.Close()
+		}
+	}
+}
+
+// step takes one event into the state and does what follows. The caller must not hold mu.
+func (b *Broker) step(e scheduler.Event) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if !b.closed {
+		now := time.Now()
+		effects, wake := b.state.Step(now, e)
+		b.act(now, effects, wake)
+	}
+}
+
+// act does what a step says. It holds mu, so it only closes channels, starts
+// goroutines and sets the timer.
+func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) {
+	fast := false
+	for _, e := range effects {
+		switch e.Kind {
+		case scheduler.Admit:
+			b.grant(now, e.Job, nil)
+		case scheduler.Refuse:
+			b.grant(now, e.Job, e.Refusal)
+		case scheduler.Decided:
+			b.record(*e.Decision)
+			fast = true
+		case scheduler.Queued, scheduler.NotNow:
+		default:
+			fast = true
+			b.effect(e)
+		}
+	}
+	if fast && b.sampler != nil && b.state.FastSampling() {
+		b.sampler.hurry()
+	}
+	if !wake.Equal(b.wakeAt) {
+		b.setTimer(now, wake)
+	}
+}
+
+func (b *Broker) setTimer(now, at time.Time) {
+	b.wakeAt = at
+	switch {
+	case at.IsZero():
+		if b.timer != nil {
+			b.timer.Stop()
+		}
+	case b.timer == nil:
+		b.timer = time.AfterFunc(at.Sub(now), b.wake)
+	default:
+		b.timer.Reset(at.Sub(now))
+	}
+}
+
+// wake runs on the timer's goroutine. A timer that was set anew meanwhile does no harm.
+func (b *Broker) wake() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed {
+		return
+	}
+	now := time.Now()
+	b.wakeAt = time.Time{}
+	effects, wake := b.state.Step(now, scheduler.Wake{})
+	b.act(now, effects, wake)
+}
+
+// grant tells a waiter its answer.
+func (b *Broker) grant(now time.Time, id scheduler.JobID, r *scheduler.Refusal) {
+	w := b.waiters[id]
+	if w == nil {
+		return
+	}
+	delete(b.waiters, id)
+	w.refusal = r
+	w.loading = w.consumer.loadedSince(w.since)
+	w.queued = max(0, now.Sub(w.since)-w.loading)
+	close(w.ready)
+}
+
+func (b *Broker) logger() *zap.Logger {
+	if g := b.current.Load(); g != nil && g.Logger != nil {
+		return g.Logger
+	}
+	return zap.NewNop()
+}

@@ -1,0 +1,181 @@
+package broker
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// Generation is one configuration, parsed and checked. Its guests only hold
+// configuration; what they open belongs to the broker.
+type Generation struct {
+	Config     *config.Broker
+	Sampler    gpu.Guest
+	SamplerKey string // equal keys mean equal configuration: an unchanged sampler lives on
+	Lifecycles map[string]lifecycle.Guest
+	Keys       map[string]string // of the lifecycles, by consumer
+	Logger     *zap.Logger
+	Observer   Observer
+}
+
+// consumer is a model server as the broker knows it. Its fields are guarded by the broker's mutex.
+type consumer struct {
+	name     string
+	key      string
+	driver   lifecycle.Driver
+	traits   lifecycle.Traits
+	upstream string
+	async    bool
+	budget   time.Duration
+	cfg      *config.Consumer
+
+	probeTimeout, loadTimeout, unloadTimeout, interval time.Duration
+
+	cancelLoad func()    // ends the load under way; nil: none
+	loadBegan  time.Time // of the last load
+	loadEnded  time.Time
+	probeNow   chan struct{} // cap 1
+	stopProbes func()        // nil: none run
+	requests   uint64
+}
+
+// loadedSince is how much of the time since then the last load took.
+func (c *consumer) loadedSince(since time.Time) time.Duration {
+	began := c.loadBegan
+	if began.Before(since) {
+		began = since
+	}
+	return max(0, c.loadEnded.Sub(began))
+}
+
+// Push makes a generation the ruling one. The first starts the broker. An
+// error leaves everything as it was.
+func (b *Broker) Push(g *Generation) error {
+	opened, err := b.open(g)
+	if err != nil {
+		return err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed {
+		return fmt.Errorf("the broker is stopping")
+	}
+	b.gens = append(b.gens, g)
+	b.rule(g, opened)
+	if len(b.gens) == 1 {
+		select {
+		case <-b.started:
+		default:
+			close(b.started)
+		}
+	}
+	return nil
+}
+
+// Pop takes a generation away. The newest that is left rules: so a
+// configuration that failed to start is undone.
+func (b *Broker) Pop(g *Generation) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	i := slices.Index(b.gens, g)
+	if i < 0 {
+		return
+	}
+	ruled := i == len(b.gens)-1
+	b.gens = slices.Delete(b.gens, i, i+1)
+	if !ruled || len(b.gens) == 0 || b.closed {
+		return
+	}
+	back := b.gens[len(b.gens)-1]
+	opened, err := b.openLocked(back)
+	if err != nil { // its drivers were opened before
+		b.logger().Error("going back to the earlier configuration", zap.Error(err))
+		return
+	}
+	b.rule(back, opened)
+}
+
+// open opens the drivers of the consumers that are new or changed.
+func (b *Broker) open(g *Generation) (map[string]lifecycle.Driver, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.openLocked(g)
+}
+
+func (b *Broker) openLocked(g *Generation) (map[string]lifecycle.Driver, error) {
+	opened := map[string]lifecycle.Driver{}
+	for _, cc := range g.Config.Consumers {
+		if c := b.consumers[cc.Name]; c != nil && c.key == g.Keys[cc.Name] {
+			continue
+		}
+		d, err := g.Lifecycles[cc.Name].Open(lifecycle.Deps{
+			Consumer: cc.Name, Upstream: cc.Upstream, Logger: g.Logger.With(zap.String("consumer", cc.Name)),
+			ProbeTimeout: time.Duration(g.Config.ProbeTimeout), UnloadTimeout: time.Duration(cc.UnloadTimeout),
+		})
+		if err != nil {
+			for _, d := range opened {
+				_ = d.Close()
+			}
+			return nil, fmt.Errorf("consumer %q: %w", cc.Name, err)
+		}
+		opened[cc.Name] = d
+	}
+	return opened, nil
+}
+
+// rule puts a generation into force. It holds mu.
+func (b *Broker) rule(g *Generation, opened map[string]lifecycle.Driver) {
+	b.current.Store(g)
+	sc := schedulerConfig(g.Config)
+	for _, cc := range g.Config.Consumers {
+		c := b.consumers[cc.Name]
+		if c == nil {
+			c = &consumer{name: cc.Name, probeNow: make(chan struct{}, 1)}
+			b.consumers[cc.Name] = c
+		}
+		if d := opened[cc.Name]; d != nil {
+			if c.driver != nil {
+				_ = c.driver.Close()
+			}
+			c.driver, c.key, c.traits = d, g.Keys[cc.Name], d.Traits()
+		}
+		c.cfg, c.upstream, c.async, c.budget = cc, cc.Upstream, cc.Async, time.Duration(cc.Budget)
+		c.probeTimeout, c.interval = time.Duration(g.Config.ProbeTimeout), time.Duration(g.Config.ProbeInterval)
+		c.loadTimeout, c.unloadTimeout = time.Duration(cc.LoadTimeout), time.Duration(cc.UnloadTimeout)
+		sc.Slots = append(sc.Slots, slotConfig(cc, c.traits))
+	}
+	now := time.Now()
+	effects, wake := b.state.Step(now, scheduler.Configure{Config: sc})
+	b.act(now, effects, wake)
+	for _, cc := range g.Config.Consumers {
+		b.startProbes(b.consumers[cc.Name])
+	}
+	b.startSampler(g)
+}
+
+func schedulerConfig(c *config.Broker) scheduler.Config {
+	return scheduler.Config{
+		Mode:       map[string]scheduler.Mode{"locked": scheduler.Locked, "passthrough": scheduler.Passthrough}[c.Scheduler],
+		LockGlobal: c.Lock == "global", Cushion: c.Cushion, Reserve: c.Reserve, MaxQueue: c.MaxQueue, MaxEvictions: c.MaxEvictions,
+		EvictWait: time.Duration(c.EvictWait), DrainTimeout: time.Duration(c.DrainTimeout),
+		AbandonAfter: time.Duration(c.AbandonAfter), OutsiderWait: time.Duration(c.OutsiderWait),
+		Overtake: *c.Overtake, Hold: *c.Hold,
+		OvertakeMin: time.Duration(*c.OvertakeMin), OvertakeMax: time.Duration(*c.OvertakeMax), LockOvertake: time.Duration(*c.LockOvertake),
+	}
+}
+
+func slotConfig(c *config.Consumer, t lifecycle.Traits) scheduler.SlotConfig {
+	return scheduler.SlotConfig{
+		Name: c.Name, Disabled: c.Enabled == "off", GPUs: []int{c.GPU}, Claim: c.VRAM, Residual: c.Residual, Concurrency: c.Concurrency,
+		LockNone: c.Lock == "none", Coexist: c.CanCoexistWith, Pin: c.Pin, NoEvict: c.NoEvict, VRAMManaged: c.VRAMManaged,
+		KeepAlive: time.Duration(c.KeepAlive), SwitchCost: time.Duration(c.SwitchCost), Budget: time.Duration(c.Budget), Async: c.Async,
+		CanLoad: t.Load, CanUnload: t.Unload, CanProbe: t.Health, CanTell: t.Residency, CanBusy: t.Busy,
+	}
+}

@@ -1,0 +1,92 @@
+package broker
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// Errors of what people ask for by hand.
+var (
+	ErrUnknownConsumer = errors.New("no such consumer")
+	ErrPinned          = errors.New("the consumer is pinned: unload it with force")
+	ErrCannot          = errors.New("the consumer can't do that")
+)
+
+// LoadByHand loads a consumer, by the same rules as for a request.
+func (b *Broker) LoadByHand(ctx context.Context, name string) error {
+	v, ok := b.slot(name)
+	switch {
+	case !ok:
+		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+	case v.State == scheduler.Ready && v.GateOpen:
+		return nil
+	case !v.CanLoad:
+		return fmt.Errorf("%w: %q has no load route: it loads inside its first request", ErrCannot, name)
+	}
+	l, err := b.Acquire(ctx, Request{Consumer: name, Priority: DefaultPriority})
+	if err != nil {
+		return err
+	}
+	l.Release(scheduler.NoAnswer) // no use: it moves the idle clock alone
+	return nil
+}
+
+// UnloadByHand unloads a consumer; running work ends first. It returns when
+// the memory is back, or with what went wrong.
+func (b *Broker) UnloadByHand(ctx context.Context, name string, force bool) error {
+	v, ok := b.slot(name)
+	switch {
+	case !ok:
+		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+	case v.Pinned && !force:
+		return fmt.Errorf("%w: %q", ErrPinned, name)
+	case !v.CanUnload:
+		return fmt.Errorf("%w: %q has no unload route", ErrCannot, name)
+	}
+	since := time.Now()
+	b.step(scheduler.Unload{Slot: name})
+	for {
+		b.mu.Lock()
+		changed, closed := b.changed, b.closed
+		failure := b.records.failure(name, since)
+		b.mu.Unlock()
+		v, ok := b.slot(name)
+		switch {
+		case !ok || v.State == scheduler.Idle:
+			return nil
+		case failure != "":
+			return fmt.Errorf("%q was not unloaded: %s", name, failure)
+		case closed:
+			return errors.New("the broker is stopping")
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// failure is what went wrong with an unload of a consumer since then.
+func (r *ring) failure(name string, since time.Time) string {
+	list := r.list()
+	for i := len(list) - 1; i >= 0 && !list[i].At.Before(since); i-- {
+		if d := list[i]; d.Slot == name && (d.Kind == "unload_failed" || d.Kind == "reopen") {
+			return d.Reason
+		}
+	}
+	return ""
+}
+
+func (b *Broker) slot(name string) (scheduler.SlotView, bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.state.Slot(name)
+}
+
+// DefaultPriority is that of a job for which nothing else is said. Lower is more urgent.
+const DefaultPriority = 100

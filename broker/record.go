@@ -1,0 +1,108 @@
+package broker
+
+import (
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// Observer is told what is decided, for metrics and events.
+type Observer interface {
+	// Count is called under the broker's lock, for every decision: it must not block.
+	Count(d scheduler.Decision)
+	// Decided is called from one goroutine, in order, under no lock. In a flood of decisions some are left out.
+	Decided(d scheduler.Decision)
+}
+
+// ringSize is how many decisions are kept.
+const ringSize = 1000
+
+// ring holds the latest decisions.
+type ring struct {
+	items [ringSize]scheduler.Decision
+	next  int
+	full  bool
+}
+
+func (r *ring) add(d scheduler.Decision) {
+	r.items[r.next] = d
+	r.next = (r.next + 1) % ringSize
+	r.full = r.full || r.next == 0
+}
+
+// list is oldest first.
+func (r *ring) list() []scheduler.Decision {
+	var out []scheduler.Decision
+	if r.full {
+		out = append(out, r.items[r.next:]...)
+	}
+	return append(out, r.items[:r.next]...)
+}
+
+// post is one thing to tell.
+type post struct{ decision scheduler.Decision }
+
+// record keeps a decision, wakes those who watch, and hands it to the goroutine that tells. It holds mu.
+func (b *Broker) record(d scheduler.Decision) {
+	b.records.add(d)
+	if g := b.current.Load(); g != nil && g.Observer != nil {
+		g.Observer.Count(d)
+	}
+	close(b.changed)
+	b.changed = make(chan struct{})
+	select {
+	case b.posts <- post{d}:
+	default: // a flood of refusals: the ring has the latest, the log says how many it lacks
+		b.dropped.Add(1)
+	}
+}
+
+// tell logs and passes on what is decided, in its order, until the broker ends.
+func (b *Broker) tell() {
+	for {
+		select {
+		case <-b.ctx.Done():
+			return
+		case p := <-b.posts:
+			if n := b.dropped.Swap(0); n > 0 {
+				b.logger().Warn("decisions not logged", zap.Int64("count", n))
+			}
+			g := b.current.Load()
+			if g == nil {
+				continue
+			}
+			logDecision(b.logger(), p.decision)
+			if g.Observer != nil {
+				g.Observer.Decided(p.decision)
+			}
+		}
+	}
+}
+
+func logDecision(log *zap.Logger, d scheduler.Decision) {
+	fields := []zap.Field{zap.String("consumer", d.Slot), zap.Int("gpu", d.GPU), zap.String("reason", d.Reason)}
+	if d.Target != "" {
+		fields = append(fields, zap.String("for", d.Target))
+	}
+	if d.Code != "" {
+		fields = append(fields, zap.String("code", string(d.Code)))
+	}
+	if d.Took > 0 {
+		fields = append(fields, zap.Duration("took", time.Duration(d.Took*float64(time.Second))))
+	}
+	switch d.Kind {
+	case "refuse", "load_failed", "unload_failed", "unhealthy", "gpu_lost", "telemetry_lost":
+		log.Warn(d.Kind, fields...)
+	default:
+		log.Info(d.Kind, fields...)
+	}
+}
+
+// Decisions is the record of the latest decisions, oldest first.
+func (b *Broker) Decisions() []scheduler.Decision {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.records.list()
+}

@@ -1,0 +1,169 @@
+package broker
+
+import (
+	"context"
+	"fmt"
+	"path"
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// Rates of sampling (spec §7.7).
+const (
+	sampleInterval = 2 * time.Second
+	fastInterval   = 50 * time.Millisecond
+	sampleTimeout  = 10 * time.Second
+	openRetry      = 10 * time.Second
+)
+
+// samplerLoop is the goroutine that looks at the GPUs, and how to talk to it.
+type samplerLoop struct {
+	key    string
+	cancel context.CancelFunc
+	fast   chan struct{} // cap 1: look at once
+	name   string        // guarded by the broker's mutex
+	why    string        // guarded by the broker's mutex
+}
+
+func (l *samplerLoop) hurry() {
+	select {
+	case l.fast <- struct{}{}:
+	default:
+	}
+}
+
+// startSampler starts the loop of a generation's sampler, unless it runs already. It holds mu.
+func (b *Broker) startSampler(g *Generation) {
+	if b.sampler != nil {
+		if b.sampler.key == g.SamplerKey {
+			return
+		}
+		b.sampler.cancel()
+	}
+	ctx, cancel := context.WithCancel(b.ctx)
+	l := &samplerLoop{key: g.SamplerKey, cancel: cancel, fast: make(chan struct{}, 1)}
+	b.sampler = l
+	b.tasks.Go(func() { b.sample(ctx, l, g) })
+}
+
+// sample opens the sampler and looks at the GPUs until ctx ends.
+func (b *Broker) sample(ctx context.Context, l *samplerLoop, g *Generation) {
+	var s gpu.Sampler
+	for s == nil {
+		opened, err := g.Sampler.Open(ctx, g.Logger)
+		if err == nil {
+			s = opened
+			break
+		}
+		if ctx.Err() != nil {
+			return
+		}
+		b.logger().Error("no GPU telemetry: trying again", zap.Error(err), zap.Duration("in", openRetry))
+		b.step(scheduler.Sampled{At: time.Now(), Lost: err.Error()})
+		if !sleep(ctx, openRetry) {
+			return
+		}
+	}
+	defer func() { _ = s.Close() }()
+	b.logger().Info("GPU telemetry", zap.String("sampler", s.Name()), zap.String("why", s.Why()))
+	b.mu.Lock()
+	l.name, l.why = s.Name(), s.Why()
+	b.mu.Unlock()
+
+	first, full := true, time.Time{}
+	for {
+		detail := gpu.Memory
+		if time.Since(full) >= sampleInterval {
+			detail, full = gpu.Full, time.Now()
+		}
+		b.look(ctx, s, detail, first)
+		first = false
+		wait := sampleInterval
+		if b.hurried() {
+			wait = max(fastInterval, s.MinInterval())
+		}
+		t := time.NewTimer(wait)
+		select {
+		case <-ctx.Done():
+			t.Stop()
+			return
+		case <-l.fast:
+			t.Stop()
+		case <-t.C:
+		}
+	}
+}
+
+func (b *Broker) hurried() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.state.FastSampling()
+}
+
+// look takes one sample into the state.
+func (b *Broker) look(ctx context.Context, s gpu.Sampler, detail gpu.Detail, first bool) {
+	lctx, cancel := context.WithTimeout(ctx, sampleTimeout)
+	defer cancel()
+	sample, err := s.Sample(lctx, detail)
+	if ctx.Err() != nil {
+		return
+	}
+	if err != nil {
+		b.step(scheduler.Sampled{At: time.Now(), Lost: err.Error(), First: first})
+		return
+	}
+	e := scheduler.Sampled{At: sample.At, First: first}
+	cfg := b.current.Load().Config
+	for _, d := range sample.Devices {
+		e.Devices = append(e.Devices, device(d, cfg))
+	}
+	b.mu.Lock()
+	for _, d := range sample.Devices {
+		if detail == gpu.Full {
+			b.devices[d.UUID] = d
+		}
+	}
+	b.mu.Unlock()
+	b.step(e)
+}
+
+// device turns a reading into the scheduler's words: which memory is whose, as far as processes tell.
+func device(d gpu.Device, cfg *config.Broker) scheduler.Device {
+	out := scheduler.Device{Index: d.Index, UUID: d.UUID, Name: d.Name, Total: d.Total, Free: d.Free, Known: d.MemoryKnown,
+		Unified: d.Unified, Lost: d.Health == gpu.Lost, Reason: d.Reason}
+	if !d.ProcessesKnown {
+		return out
+	}
+	out.Measured = map[string]gpu.Bytes{}
+	out.Outsiders = []string{}
+	strangers := slices.Clone(d.Processes)
+	for _, c := range cfg.Consumers {
+		if len(c.Processes) == 0 || c.GPU != d.Index {
+			continue
+		}
+		var sum gpu.Bytes
+		known := true
+		strangers = slices.DeleteFunc(strangers, func(p gpu.Process) bool {
+			if !slices.Contains(c.Processes, p.Name) && !slices.Contains(c.Processes, path.Base(p.Name)) {
+				return false
+			}
+			known = known && p.Used >= 0
+			sum += max(0, p.Used)
+			return true
+		})
+		if known {
+			out.Measured[c.Name] = sum
+		}
+	}
+	slices.SortFunc(strangers, func(a, b gpu.Process) int { return int(b.Used/gpu.MiB - a.Used/gpu.MiB) })
+	for _, p := range strangers[:min(len(strangers), 5)] {
+		out.Outsiders = append(out.Outsiders, fmt.Sprintf("PID %d %s", p.PID, path.Base(p.Name)))
+	}
+	return out
+}

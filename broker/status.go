@@ -1,0 +1,206 @@
+package broker
+
+import (
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// APIVersion is that of the status document. It changes when a field goes or changes its meaning.
+const APIVersion = 1
+
+// Status is the broker as people and programs see it. Amounts of memory are in
+// bytes unless a name says otherwise.
+type Status struct {
+	APIVersion int      `json:"api_version"`
+	Sampler    string   `json:"sampler"`
+	SamplerWhy string   `json:"sampler_why,omitempty"`
+	Degraded   string   `json:"degraded,omitempty"` // why there is no telemetry
+	GPUCount   int      `json:"gpu_count"`
+	GPUs       []GPU    `json:"gpus"`
+	Total      int64    `json:"total_memory"`
+	Free       int64    `json:"free_memory"`
+	Used       int64    `json:"used_memory"`
+	Scheduler  Totals   `json:"scheduler"`
+	Queue      []Waiter `json:"queue"`
+
+	Consumers map[string]Consumer `json:"consumers"`
+}
+
+// GPU is one card.
+type GPU struct {
+	Index         int      `json:"index"`
+	UUID          string   `json:"uuid"`
+	Name          string   `json:"name"`
+	Total         int64    `json:"total_memory"`
+	Free          int64    `json:"free_memory"`
+	Used          int64    `json:"used_memory"`
+	Booked        int64    `json:"booked_memory"`
+	Outsiders     int64    `json:"outsiders_memory"`
+	Programs      []string `json:"outsiders,omitempty"`
+	Utilisation   *int     `json:"utilisation,omitempty"` // percent
+	Temperature   *int     `json:"temperature,omitempty"` // degrees Celsius
+	Power         *float64 `json:"power,omitempty"`       // watts
+	Health        string   `json:"health"`                // healthy, lost
+	Reason        string   `json:"reason,omitempty"`
+	Lock          string   `json:"lock,omitempty"` // the consumer that computes
+	Overcommitted bool     `json:"overcommitted,omitempty"`
+	SampledAt     string   `json:"sampled_at,omitempty"`
+}
+
+// Totals are the scheduler's counters since the start, and what it does now.
+type Totals struct {
+	Evictions      uint64  `json:"evictions"`
+	ManualUnloads  uint64  `json:"manual_unloads"`
+	UnloadFailures uint64  `json:"unload_failures"`
+	Loads          uint64  `json:"loads"`
+	LoadFailures   uint64  `json:"load_failures"`
+	Refused        uint64  `json:"refused"`
+	Cancelled      uint64  `json:"cancelled"`
+	QueueDepth     int     `json:"queue_depth"`
+	InFlight       int     `json:"in_flight"`
+	TotalJobs      uint64  `json:"total_jobs"`
+	LastWaitMS     float64 `json:"last_wait_ms"`
+	LastRunMS      float64 `json:"last_run_ms"`
+	OldestQueued   string  `json:"oldest_queued,omitempty"`
+}
+
+// Waiter is one waiting request.
+type Waiter struct {
+	Consumer string  `json:"consumer"`
+	Priority int     `json:"priority"`
+	WaitedMS float64 `json:"waited_ms"`
+	Reason   string  `json:"reason"`
+}
+
+// Consumer is one model server.
+type Consumer struct {
+	Enabled       bool    `json:"enabled"`
+	Health        string  `json:"health"` // unknown, healthy, unhealthy
+	Reason        string  `json:"reason,omitempty"`
+	Loaded        bool    `json:"loaded"`
+	ResidentMiB   int64   `json:"gpu_resident_mib"`
+	Active        int     `json:"active"`
+	Waiting       int     `json:"waiting"`
+	TotalRequests uint64  `json:"total_requests"`
+	LastUsed      string  `json:"last_used,omitempty"`
+	LastPriority  int     `json:"last_priority,omitempty"`
+	StayWarmS     float64 `json:"stay_warm_s"`
+	Pinned        bool    `json:"pinned"`
+	Removed       bool    `json:"removed,omitempty"`
+	Slots         []Slot  `json:"slots"`
+}
+
+// Slot is one resident instance of a consumer.
+type Slot struct {
+	State       scheduler.SlotState `json:"state"`
+	Gate        string              `json:"gate"` // open, closed
+	DrainsFor   string              `json:"drains_for,omitempty"`
+	Booking     int64               `json:"booking"`
+	Seen        int64               `json:"seen"`
+	Residue     int64               `json:"residue"`
+	Claim       int64               `json:"claim"`
+	ClaimSource string              `json:"claim_source"`
+	GPUIndex    int                 `json:"gpu_index"`
+	GPUIndices  []int               `json:"gpu_indices"`
+	Held        int                 `json:"held"` // jobs whose work goes on at the server after their answer
+	SwitchCostS float64             `json:"switch_cost_s"`
+	Why         string              `json:"why,omitempty"` // why its requests wait
+	CoolsUntil  string              `json:"cools_until,omitempty"`
+}
+
+// Status looks at everything. It changes nothing and counts as no use.
+func (b *Broker) Status() Status {
+	now := time.Now()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	snap := b.state.Snapshot()
+	out := Status{APIVersion: APIVersion, Degraded: snap.Degraded, GPUCount: len(snap.GPUs), GPUs: []GPU{}, Queue: []Waiter{}, Consumers: map[string]Consumer{}}
+	if b.sampler != nil {
+		out.Sampler, out.SamplerWhy = b.sampler.name, b.sampler.why
+	}
+	for _, g := range snap.GPUs {
+		out.GPUs = append(out.GPUs, b.gpu(g))
+		out.Total, out.Free, out.Used = out.Total+int64(g.Total), out.Free+int64(g.Free), out.Used+int64(g.Used)
+	}
+	c := snap.Counts
+	out.Scheduler = Totals{Evictions: c.Evictions, ManualUnloads: c.ManualUnloads, UnloadFailures: c.UnloadFailures, Loads: c.Loads, LoadFailures: c.LoadFailures,
+		Refused: c.Refused, Cancelled: c.Cancelled, QueueDepth: snap.Waiting, InFlight: snap.Running, TotalJobs: c.Jobs, LastWaitMS: ms(c.LastWait), LastRunMS: ms(b.lastRun)}
+	var oldest time.Time
+	for _, w := range snap.Queue {
+		out.Queue = append(out.Queue, Waiter{Consumer: w.Slot, Priority: w.Priority, WaitedMS: ms(now.Sub(w.Submitted)), Reason: w.Why})
+		if oldest.IsZero() || w.Submitted.Before(oldest) {
+			oldest = w.Submitted
+		}
+	}
+	out.Scheduler.OldestQueued = stamp(oldest)
+	for _, v := range snap.Slots {
+		out.Consumers[v.Name] = b.consumerStatus(v)
+	}
+	return out
+}
+
+func (b *Broker) gpu(g scheduler.GPUView) GPU {
+	out := GPU{Index: g.Index, UUID: g.UUID, Name: g.Name, Total: int64(g.Total), Free: int64(g.Free), Used: int64(g.Used), Booked: int64(g.Booked),
+		Outsiders: int64(g.Outsiders), Programs: g.Device.Outsiders, Health: string(gpu.Healthy), Reason: g.Reason, Lock: g.Owner, Overcommitted: g.Overcommitted, SampledAt: stamp(g.SeenAt)}
+	if g.Lost {
+		out.Health = string(gpu.Lost)
+	}
+	if d, ok := b.devices[g.UUID]; ok && !g.Lost {
+		if d.Utilisation >= 0 {
+			out.Utilisation = &d.Utilisation
+		}
+		if d.Temperature >= 0 {
+			out.Temperature = &d.Temperature
+		}
+		if d.Power >= 0 {
+			out.Power = &d.Power
+		}
+	}
+	return out
+}
+
+func (b *Broker) consumerStatus(v scheduler.SlotView) Consumer {
+	s := Slot{State: v.State, Gate: "open", DrainsFor: v.DrainFor, Claim: int64(v.Claim), ClaimSource: "config", GPUIndices: []int{},
+		Held: v.Held, SwitchCostS: v.Switch.Seconds(), Why: v.Why, CoolsUntil: stamp(v.CoolUntil)}
+	if !v.GateOpen {
+		s.Gate = "closed"
+	}
+	var resident gpu.Bytes
+	for i, h := range v.Holds {
+		if i == 0 {
+			s.GPUIndex = h.GPU
+		}
+		s.GPUIndices = append(s.GPUIndices, h.GPU)
+		s.Booking, s.Seen, s.Residue = s.Booking+int64(h.Booking), s.Seen+int64(h.Seen), s.Residue+int64(h.Residue)
+		resident += h.Booking
+	}
+	out := Consumer{Enabled: !v.Disabled, Health: v.Health, Reason: v.Detail, Loaded: v.State == scheduler.Ready, ResidentMiB: resident.MiB(), Active: v.Active + v.Held,
+		Waiting: v.Waiting, LastUsed: stamp(v.LastUse), LastPriority: v.LastPrio, Pinned: v.Pinned, Removed: v.Gone, Slots: []Slot{s}}
+	if c := b.consumers[v.Name]; c != nil {
+		out.TotalRequests = c.requests
+		out.StayWarmS = time.Duration(c.cfg.KeepAlive).Seconds()
+	}
+	return out
+}
+
+// Names lists the consumers of the ruling configuration, in its order.
+func (b *Broker) Names() []string {
+	var out []string
+	if g := b.current.Load(); g != nil {
+		for _, c := range g.Config.Consumers {
+			out = append(out, c.Name)
+		}
+	}
+	return out
+}
+
+func ms(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
+
+func stamp(t time.Time) string {
+	if t.IsZero() {
+		return ""
+	}
+	return t.UTC().Format(time.RFC3339Nano)
+}

@@ -1,0 +1,183 @@
+package caddyfile
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+)
+
+// consumer reads `consumer NAME { ... }` and adds it to b.
+func consumer(b *config.Broker) word {
+	return func(d *caddyfile.Dispenser) error {
+		c := &config.Consumer{Source: fmt.Sprintf("%s:%d", d.File(), d.Line())}
+		if !d.AllArgs(&c.Name) {
+			return errors.Join(wants(d, "consumer NAME { ... }"), readConsumer(d, c))
+		}
+		var faults []error
+		if err := config.CheckName(c.Name); err != nil {
+			faults = append(faults, d.Errf("consumer %q: %w", c.Name, err))
+		}
+		for _, other := range b.Consumers {
+			if other.Name == c.Name {
+				faults = append(faults, d.Errf("consumer %q is defined twice, first at %s: leave one of them out", c.Name, other.Source))
+			}
+		}
+		faults = append(faults, readConsumer(d, c))
+		b.Consumers = append(b.Consumers, c)
+		return errors.Join(faults...)
+	}
+}
+
+func readConsumer(d *caddyfile.Dispenser, c *config.Consumer) error {
+	for d.NextArg() { // there are none, unless the name was wrong
+		continue
+	}
+	l := &lifecycle{http: map[string]any{}}
+	faults := readBlock(d, "consumer", consumerWords(c, l))
+	raw, err := l.json()
+	c.LifecycleRaw = raw
+	return errors.Join(faults, err)
+}
+
+func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
+	s := newSaid(c.Explicit)
+	words := map[string]word{
+		"preset":  single(s, &c.Preset, "ollama", anyText),
+		"enabled": single(s, &c.Enabled, config.Off, oneOf("enabled setting", config.Switches)),
+		"upstream": single(s, &c.Upstream, "127.0.0.1:8188", func(address string) (string, error) {
+			if isPlaceholder(address) { // is expanded and checked where it runs
+				return address, nil
+			}
+			return address, config.CheckUpstream(address)
+		}),
+
+		"vram":     single(s, &c.VRAM, "6GiB", someSize),
+		"residual": single(s, &c.Residual, "512MiB", size),
+		"gpu":      single(s, &c.GPU, "0", number(0)),
+
+		"concurrency": single(s, &c.Concurrency, "1", number(1)),
+		"lock":        single(s, &c.Lock, config.LockNone, oneOf("lock", config.ConsumerLocks)),
+
+		"can_coexist_with": list(&c.CanCoexistWith, "CONSUMER ..."),
+		"processes":        list(&c.Processes, "PROCESS ..."),
+
+		"pin":          flag(s, &c.Pin),
+		"no_evict":     flag(s, &c.NoEvict),
+		"vram_managed": flag(s, &c.VRAMManaged),
+		"async":        flag(s, &c.Async),
+
+		"keep_alive":     single(s, &c.KeepAlive, "5m", duration),
+		"switch_cost":    single(s, &c.SwitchCost, "20s", someDuration),
+		"budget":         single(s, &c.Budget, "10m", someDuration),
+		"load_timeout":   single(s, &c.LoadTimeout, "5m", someDuration),
+		"unload_timeout": single(s, &c.UnloadTimeout, "30s", someDuration),
+
+		"gpu_routes": patterns(&c.GPURoutes),
+		"bypass":     patterns(&c.Bypass),
+		"touch":      patterns(&c.Touch),
+
+		"lifecycle": l.read,
+	}
+	for name, read := range l.httpWords() {
+		words[name] = read
+	}
+	return words
+}
+
+// lifecycle gathers how a consumer is probed, loaded and unloaded: the words
+// of the protocol http, which may stand in the consumer's block itself, or
+// another protocol's block.
+type lifecycle struct {
+	http    map[string]any // what is known of the protocol http, by JSON key
+	httpAt  string         // where the first of its words stands
+	other   json.RawMessage
+	otherAt string
+	mixed   error
+}
+
+// json is the lifecycle's JSON, nil if the consumer's block says nothing of it.
+func (l *lifecycle) json() (json.RawMessage, error) {
+	if l.httpAt != "" && l.other != nil {
+		return nil, l.mixed
+	}
+	if l.other != nil || l.httpAt == "" {
+		return l.other, nil
+	}
+	return caddyconfig.JSONModuleObject(l.http, "protocol", config.DefaultProtocol, nil), nil
+}
+
+// read reads `lifecycle PROTOCOL { ... }`.
+func (l *lifecycle) read(d *caddyfile.Dispenser) error {
+	at := fmt.Sprintf("%s:%d", d.File(), d.Line())
+	if !d.NextArg() {
+		return wants(d, "lifecycle PROTOCOL { ... }")
+	}
+	protocol := d.Val()
+	if protocol == config.DefaultProtocol {
+		if d.NextArg() {
+			return wants(d, "lifecycle "+protocol+" { ... }")
+		}
+		l.noteHTTP(d)
+		return readBlock(d, "lifecycle "+protocol, l.httpWords())
+	}
+	if l.otherAt != "" {
+		return d.Errf("lifecycle is set twice, first at %s: leave one of them out", l.otherAt)
+	}
+	raw, err := guest(d, "lifecycle", config.LifecycleNamespace, "protocol", config.DefaultProtocol)
+	if err != nil {
+		return err
+	}
+	l.other, l.otherAt = raw, at
+	l.noteMixed(d)
+	return nil
+}
+
+func (l *lifecycle) httpWords() map[string]word {
+	words := map[string]word{
+		"header": func(d *caddyfile.Dispenser) error {
+			l.noteHTTP(d)
+			header, _ := l.http["header"].(http.Header)
+			if header == nil {
+				header = http.Header{}
+				l.http["header"] = header
+			}
+			return readHeader(d, header)
+		},
+	}
+	for _, name := range []string{"health", "residency", "load", "unload", "busy"} {
+		words[name] = func(d *caddyfile.Dispenser) error {
+			l.noteHTTP(d)
+			twice := d.Errf("%s is set twice: leave one of them out", name)
+			route, err := readRoute(d)
+			if err != nil {
+				return err
+			}
+			if _, ok := l.http[name]; ok {
+				return twice
+			}
+			l.http[name] = route // nil takes a preset's route away
+			return nil
+		}
+	}
+	return words
+}
+
+// noteHTTP notes that a word of the protocol http stands here.
+func (l *lifecycle) noteHTTP(d *caddyfile.Dispenser) {
+	if l.httpAt == "" {
+		l.httpAt = fmt.Sprintf("%s:%d", d.File(), d.Line())
+		l.noteMixed(d)
+	}
+}
+
+func (l *lifecycle) noteMixed(d *caddyfile.Dispenser) {
+	if l.httpAt != "" && l.otherAt != "" {
+		l.mixed = d.Errf("lifecycle at %s is of another protocol than http, whose words begin at %s: leave one of them out", l.otherAt, l.httpAt)
+	}
+}

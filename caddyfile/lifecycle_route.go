@@ -1,0 +1,172 @@
+package caddyfile
+
+import (
+	"fmt"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+)
+
+// lifecycleRoute is a request of the lifecycle http, in its JSON form.
+type lifecycleRoute struct {
+	Method        string         `json:"method,omitempty"`
+	Path          string         `json:"path,omitempty"`
+	Header        http.Header    `json:"header,omitempty"`
+	Body          string         `json:"body,omitempty"`
+	Accept        []int          `json:"accept,omitempty"`
+	Timeout       caddy.Duration `json:"timeout,omitempty"`
+	Loaded        string         `json:"loaded,omitempty"`
+	ResidentMiB   string         `json:"resident_mib,omitempty"`
+	ResidentBytes string         `json:"resident_bytes,omitempty"`
+	Busy          string         `json:"busy,omitempty"`
+	ForEach       *forEach       `json:"for_each,omitempty"`
+}
+
+// forEach is a request whose answer lists the items that a route is called for.
+type forEach struct {
+	Method string      `json:"method,omitempty"`
+	Path   string      `json:"path,omitempty"`
+	Header http.Header `json:"header,omitempty"`
+	Values string      `json:"values,omitempty"`
+}
+
+// readRoute reads `WORD [METHOD] /path { ... }`, or `WORD off`, which is nil
+// and takes a preset's route away.
+func readRoute(d *caddyfile.Dispenser) (*lifecycleRoute, error) {
+	name := d.Val()
+	args := d.RemainingArgs()
+	if slices.Equal(args, []string{config.Off}) {
+		return nil, nil
+	}
+	r := &lifecycleRoute{}
+	var err error
+	if r.Method, r.Path, err = methodAndPath(args); err != nil {
+		return nil, d.Errf("%s: %w; write %s [METHOD] /path, or %s off", name, err, name, name)
+	}
+	s := newSaid(nil)
+	return r, readBlock(d, name, map[string]word{
+		"header": func(d *caddyfile.Dispenser) error {
+			if r.Header == nil {
+				r.Header = http.Header{}
+			}
+			return readHeader(d, r.Header)
+		},
+		"body":           r.readBody,
+		"accept":         r.readAccept,
+		"timeout":        single(s, &r.Timeout, "5s", someDuration),
+		"loaded":         single(s, &r.Loaded, "$.loaded", jsonPath),
+		"resident_mib":   single(s, &r.ResidentMiB, "$.gpu_resident_mib", jsonPath),
+		"resident_bytes": single(s, &r.ResidentBytes, "$.size_vram", jsonPath),
+		"busy":           single(s, &r.Busy, "$.busy", jsonPath),
+		"for_each":       r.readForEach,
+	})
+}
+
+// readBody reads `body TEXT`. Errors don't show the text: it may hold a secret.
+func (r *lifecycleRoute) readBody(d *caddyfile.Dispenser) error {
+	var body string
+	if !d.AllArgs(&body) {
+		return wants(d, "body TEXT, with TEXT in backquotes if it holds blanks or quotes")
+	}
+	if r.Body != "" && r.Body != body {
+		return d.Errf("body is set twice: leave one of them out")
+	}
+	r.Body = body
+	return nil
+}
+
+func (r *lifecycleRoute) readAccept(d *caddyfile.Dispenser) error {
+	args := d.RemainingArgs()
+	if len(args) == 0 {
+		return wants(d, "accept STATUS ..., as in accept 200 204")
+	}
+	for _, arg := range args {
+		status, err := strconv.Atoi(arg)
+		if err != nil || status < 200 || status > 599 {
+			return d.Errf("accept: %q is not a status of HTTP, a number from 200 to 599", arg)
+		}
+		r.Accept = append(r.Accept, status)
+	}
+	return nil
+}
+
+// readForEach reads `for_each [METHOD] /path $.values`.
+func (r *lifecycleRoute) readForEach(d *caddyfile.Dispenser) error {
+	const usage = "for_each [METHOD] /path $.values"
+	args := d.RemainingArgs()
+	if len(args) < 2 {
+		return wants(d, usage)
+	}
+	if r.ForEach != nil {
+		return d.Errf("for_each is set twice: leave one of them out")
+	}
+	last := len(args) - 1
+	f := &forEach{}
+	var err error
+	if f.Method, f.Path, err = methodAndPath(args[:last]); err != nil {
+		return d.Errf("for_each: %w; write %s", err, usage)
+	}
+	if f.Values, err = jsonPath(args[last]); err != nil {
+		return d.Errf("for_each: %w", err)
+	}
+	r.ForEach = f
+	return readBlock(d, "for_each", map[string]word{
+		"header": func(d *caddyfile.Dispenser) error {
+			if f.Header == nil {
+				f.Header = http.Header{}
+			}
+			return readHeader(d, f.Header)
+		},
+	})
+}
+
+// readHeader reads `header NAME VALUE`. Errors don't show the value.
+func readHeader(d *caddyfile.Dispenser, header http.Header) error {
+	var name, value string
+	if !d.AllArgs(&name, &value) {
+		return wants(d, "header NAME VALUE, with VALUE in quotes if it holds blanks")
+	}
+	if name == "" || strings.ContainsAny(name, " :{}\t\r\n") {
+		return d.Errf("header: its name may not be empty or hold blanks, colons or braces; write header NAME VALUE")
+	}
+	header.Add(name, value)
+	return nil
+}
+
+// methodAndPath reads `[METHOD] /path`.
+func methodAndPath(args []string) (method, path string, err error) {
+	switch len(args) {
+	case 1:
+		path = args[0]
+	case 2:
+		method, path = args[0], args[1]
+		if err := known("method", config.Methods)(method); err != nil {
+			return "", "", err
+		}
+	default:
+		return "", "", fmt.Errorf("found %d arguments", len(args))
+	}
+	if !strings.HasPrefix(path, "/") {
+		return "", "", fmt.Errorf("path %q does not begin with a slash", path)
+	}
+	return method, path, nil
+}
+
+// jsonPath takes a JSON path or an expression of such; its details are checked by the lifecycle.
+func jsonPath(s string) (string, error) {
+	if !strings.Contains(s, "$") {
+		return "", fmt.Errorf("%q is not a JSON path: write for example $.loaded", s)
+	}
+	return s, nil
+}
+
+// isPlaceholder says whether s holds a placeholder that Caddy expands when it runs.
+func isPlaceholder(s string) bool {
+	return strings.Contains(s, "{") && strings.Contains(s, "}")
+}

@@ -1,0 +1,160 @@
+package caddyfile
+
+import (
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+)
+
+func TestParseGlobalAddsToWhatExistsAndLeavesItAlone(t *testing.T) {
+	existing, err := ParseGlobal(caddyfile.NewTestDispenser(`gpu_broker {
+		max_queue 5
+		consumer a {
+			vram 1GiB
+		}
+	}`), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before := string(caddyconfig.JSON(existing, nil))
+	both, err := ParseGlobal(caddyfile.NewTestDispenser(`gpu_broker {
+		budget 1m
+		consumer b {
+			vram 2GiB
+		}
+	}`), existing)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := string(caddyconfig.JSON(existing, nil)); got != before {
+		t.Errorf("existing became %s, was %s", got, before)
+	}
+	want := `{"max_queue":5,"budget":60000000000,"consumers":[` +
+		`{"name":"a","vram":"1GiB","source":"Testfile:3"},{"name":"b","vram":"2GiB","source":"Testfile:3"}]}`
+	if got := string(caddyconfig.JSON(both, nil)); got != want {
+		t.Errorf("got  %s\nwant %s", got, want)
+	}
+}
+
+func TestParseGlobalReturnsNoConfigWithAFault(t *testing.T) {
+	b, err := ParseGlobal(caddyfile.NewTestDispenser("gpu_broker {\n\tmax_queue x\n}"), &config.Broker{MaxQueue: 3})
+	if err == nil || b != nil {
+		t.Errorf("config %v, error %v", b, err)
+	}
+}
+
+func TestFaultsInAnImportedFileNameThatFile(t *testing.T) {
+	folder := t.TempDir()
+	if err := os.WriteFile(filepath.Join(folder, "speech.conf"), []byte("consumer a {\n\tvram 1GiB\n\tvarm 2\n}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, _, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte("{\n\tgpu_broker {\n\t\timport "+folder+"/*.conf\n\t\tmax_queue x\n\t}\n}\n"), nil)
+	if err == nil {
+		t.Fatal("no error")
+	}
+	lines := strings.Split(err.Error(), "\n")
+	if len(lines) != 2 || !strings.Contains(lines[0], "speech.conf:3") || !strings.Contains(lines[1], "Caddyfile:4") {
+		t.Errorf("error %v", err)
+	}
+}
+
+func TestEnvironmentVariablesOfTheTextAreSizes(t *testing.T) {
+	t.Setenv("TEST_VRAM", "3GiB")
+	out, _, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte("{\n\tgpu_broker {\n\t\tconsumer a {\n\t\t\tvram {$TEST_VRAM}\n\t\t}\n\t}\n}\n"), nil)
+	if err != nil || !strings.Contains(string(out), `"vram":"3GiB"`) {
+		t.Errorf("%s, %v", out, err)
+	}
+}
+
+func TestEveryFieldOfTheConfigHasItsWord(t *testing.T) {
+	for _, tc := range []struct {
+		of    any
+		words map[string]word
+	}{
+		{config.Broker{}, brokerWords(&config.Broker{})},
+		{config.Consumer{}, consumerWords(&config.Consumer{}, &lifecycle{})},
+	} {
+		typ := reflect.TypeOf(tc.of)
+		for i := range typ.NumField() {
+			name, _, _ := strings.Cut(typ.Field(i).Tag.Get("json"), ",")
+			switch name {
+			case "", "name", "source":
+				continue
+			case "consumers":
+				name = "consumer"
+			}
+			if _, ok := tc.words[name]; !ok {
+				t.Errorf("%s has the field %s, but no such word", typ.Name(), name)
+			}
+		}
+	}
+}
+
+func TestCheckFindsAllFaultsOfARouteGivenAsJSON(t *testing.T) {
+	r := Route{Bypass: []string{"x"}, Touch: []string{"PSOT /x"}, Budget: -1e9, MaxBody: -1, Headers: "offf"}
+	err := r.Check()
+	if err == nil {
+		t.Fatal("no error")
+	}
+	want := []string{
+		`bypass: route "x": the path must begin`, `touch: route "PSOT /x"`, "budget is -1s: it must not be negative",
+		"max_body is -1 bytes: it must not be negative", `unknown headers setting "offf": did you mean off?`,
+	}
+	lines := strings.Split(err.Error(), "\n")
+	if len(lines) != len(want) {
+		t.Fatalf("%d faults, want %d: %v", len(lines), len(want), err)
+	}
+	for i := range want {
+		if !strings.Contains(lines[i], want[i]) {
+			t.Errorf("fault %q, want %q", lines[i], want[i])
+		}
+	}
+	if err := (&Route{}).Check(); err != nil {
+		t.Errorf("an empty route: %v", err)
+	}
+}
+
+func FuzzParsingEndsInAConfigOrAnError(f *testing.F) {
+	files, err := filepath.Glob("testdata/*/*.txt")
+	if err != nil || len(files) == 0 {
+		f.Fatalf("no seeds (%v)", err)
+	}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			f.Fatal(err)
+		}
+		input, _, _ := strings.Cut(string(text), "----------\n")
+		f.Add(strings.TrimPrefix(input, "{\n"))
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		tokens, err := caddyfile.Tokenize([]byte(text), "Testfile")
+		if err != nil {
+			return
+		}
+		b, err := ParseGlobal(caddyfile.NewDispenser(tokens), nil)
+		if (b == nil) == (err == nil) {
+			t.Fatalf("config %v, error %v", b, err)
+		}
+		if b != nil {
+			roundTrip(t, caddyconfig.JSON(b, nil), new(config.Broker))
+		}
+		r, err := ParseRoute(caddyfile.NewDispenser(tokens))
+		if (r == nil) == (err == nil) {
+			t.Fatalf("route %v, error %v", r, err)
+		}
+		if r != nil {
+			if err := r.Check(); err != nil {
+				t.Fatalf("what was parsed is not valid: %v", err)
+			}
+			roundTrip(t, caddyconfig.JSON(r, nil), new(Route))
+		}
+	})
+}

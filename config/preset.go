@@ -1,0 +1,115 @@
+package config
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+)
+
+// Presets looks a preset up: its JSON, an object with fields of a Consumer,
+// and whether it exists; known lists all names and serves the error if it does not.
+type Presets func(name string) (preset json.RawMessage, known []string, ok bool)
+
+// withPreset is c with the preset that it names laid under it.
+func (c *Consumer) withPreset(presets Presets) (*Consumer, error) {
+	if c.Preset == "" {
+		return c, nil
+	}
+	var preset json.RawMessage
+	var known []string
+	ok := false
+	if presets != nil {
+		preset, known, ok = presets(c.Preset)
+	}
+	if !ok {
+		return c, Unknown("preset", c.Preset, known)
+	}
+	own, err := json.Marshal(c)
+	if err != nil {
+		return c, err
+	}
+	both, err := merge(preset, own)
+	if err != nil {
+		return c, fmt.Errorf("preset %s: %w", c.Preset, err)
+	}
+	merged := new(Consumer)
+	if err := json.Unmarshal(both, merged); err != nil {
+		return c, fmt.Errorf("preset %s: %w", c.Preset, err)
+	}
+	return merged, nil
+}
+
+// merge lays over upon under: objects are merged key by key, anything else in
+// over, null included, replaces what is under it. Two lifecycles of different
+// protocols and two routes of different paths have nothing in common: there over replaces all.
+func merge(under, over json.RawMessage) (json.RawMessage, error) {
+	if !isObject(under) || !isObject(over) {
+		return over, nil
+	}
+	var u, o map[string]json.RawMessage
+	if err := json.Unmarshal(under, &u); err != nil {
+		return nil, err
+	}
+	if err := json.Unmarshal(over, &o); err != nil {
+		return nil, err
+	}
+	if text(u["protocol"], DefaultProtocol) != text(o["protocol"], DefaultProtocol) ||
+		text(u["path"], "") != text(o["path"], text(u["path"], "")) {
+		return over, nil
+	}
+	for _, key := range sortedKeys(o) {
+		if _, both := u[key]; !both {
+			u[key] = o[key]
+			continue
+		}
+		merged, err := merge(u[key], o[key])
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", key, err)
+		}
+		u[key] = merged
+	}
+	return json.Marshal(u)
+}
+
+// withProtocol is a lifecycle's JSON with the default protocol, if it names none.
+func withProtocol(raw json.RawMessage) (json.RawMessage, string, error) {
+	fields := map[string]json.RawMessage{}
+	if len(raw) > 0 {
+		if !isObject(raw) {
+			return raw, "", errors.New("it must be a JSON object with the key protocol")
+		}
+		if err := json.Unmarshal(raw, &fields); err != nil {
+			return raw, "", err
+		}
+	}
+	if name, ok := fields["protocol"]; ok {
+		var protocol string
+		if err := json.Unmarshal(name, &protocol); err != nil {
+			return raw, "", fmt.Errorf("protocol must be a string: %w", err)
+		}
+		return raw, protocol, nil
+	}
+	fields["protocol"] = json.RawMessage(`"` + DefaultProtocol + `"`)
+	out, err := json.Marshal(fields)
+	return out, DefaultProtocol, err
+}
+
+func isObject(raw json.RawMessage) bool {
+	return bytes.HasPrefix(bytes.TrimLeft(raw, " \t\r\n"), []byte("{"))
+}
+
+// text is a JSON string's value, or otherwise.
+func text(raw json.RawMessage, otherwise string) string {
+	var s *string
+	if json.Unmarshal(raw, &s) != nil || s == nil {
+		return otherwise
+	}
+	return *s
+}
+
+func sortedKeys[V any](m map[string]V) []string {
+	return slices.Sorted(maps.Keys(m))
+}

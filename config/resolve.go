@@ -1,0 +1,263 @@
+package config
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// maxName is the greatest length of a consumer's name: it is a label of metrics.
+const maxName = 64
+
+// Resolve makes a configuration ready for use, in place: it lays each
+// consumer's preset under what the user wrote, expands the placeholders in its
+// upstream, fills in all defaults (but Cushion's, see CushionFor) and checks
+// everything. presets may be nil, if there are none.
+//
+// Its error holds all faults at once, each in a line of its own.
+func Resolve(b *Broker, presets Presets) error {
+	f := &faults{}
+	f.checkDriver(b)
+	b.fillDefaults()
+	f.checkBroker(b)
+
+	where := map[string]string{}
+	for i, c := range b.Consumers {
+		if c == nil {
+			f.add("consumer number "+strconv.Itoa(i+1), "it is null: leave it out")
+			continue
+		}
+		who := c.title(i)
+		merged, err := c.withPreset(presets)
+		if err != nil {
+			f.add(who, "%w", err)
+		}
+		b.Consumers[i] = merged
+		merged.fillDefaultsAndCheck(f, who, b)
+		if first, twice := where[c.Name]; twice && c.Name != "" {
+			f.add(who, "this name is taken by %s: a consumer is defined once", first)
+		} else {
+			where[c.Name] = who
+		}
+	}
+	f.checkCoexistence(b)
+	return errors.Join(f.list...)
+}
+
+// title names a consumer in errors.
+func (c *Consumer) title(index int) string {
+	title := "consumer " + strconv.Quote(c.Name)
+	if c.Name == "" {
+		title = "consumer number " + strconv.Itoa(index+1)
+	}
+	if c.Source != "" {
+		title += " (" + c.Source + ")"
+	}
+	return title
+}
+
+func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) {
+	if c.explicit["concurrency"] {
+		f.add(who, "concurrency is 0: it must be at least 1; enabled off refuses all requests")
+	}
+	c.fillDefaults(b)
+
+	if err := CheckName(c.Name); err != nil {
+		f.add(who, "%w", err)
+	}
+	f.word(who, "enabled", c.Enabled, Switches)
+	if c.Lock != "" {
+		f.word(who, "lock", c.Lock, ConsumerLocks)
+	}
+	f.notNegative(who, "concurrency", c.Concurrency)
+	f.notNegative(who, "gpu", c.GPU)
+	f.size(who, "vram", c.VRAM)
+	f.size(who, "residual", c.Residual)
+	if c.VRAM == 0 && b.Scheduler == Evicting {
+		f.add(who, "vram is missing: say how much GPU memory it takes when loaded, as in vram 6GiB")
+	}
+	f.duration(who, "keep_alive", &c.KeepAlive)
+	f.duration(who, "switch_cost", &c.SwitchCost)
+	f.duration(who, "budget", &c.Budget)
+	f.duration(who, "load_timeout", &c.LoadTimeout)
+	f.duration(who, "unload_timeout", &c.UnloadTimeout)
+
+	if expanded, err := caddy.NewReplacer().ReplaceOrErr(c.Upstream, true, true); err != nil {
+		f.add(who, "upstream %q: %w", c.Upstream, err)
+	} else {
+		c.Upstream = expanded
+		if err := CheckUpstream(c.Upstream); err != nil && c.Upstream != "" {
+			f.add(who, "%w", err)
+		}
+	}
+	for _, list := range []struct {
+		field    string
+		patterns []string
+	}{{"gpu_routes", c.GPURoutes}, {"bypass", c.Bypass}, {"touch", c.Touch}} {
+		for _, text := range list.patterns {
+			if _, err := ParseRoutePattern(text); err != nil {
+				f.add(who, "%s: %w", list.field, err)
+			}
+		}
+	}
+
+	raw, protocol, err := withProtocol(c.LifecycleRaw)
+	switch {
+	case err != nil:
+		f.add(who, "lifecycle: %w", err)
+	case protocol != DefaultProtocol:
+		f.word(who, "lifecycle", protocol, append(GuestNames(LifecycleNamespace), DefaultProtocol))
+	}
+	c.LifecycleRaw = raw
+}
+
+// CheckName says what is wrong with a consumer's name.
+func CheckName(name string) error {
+	switch {
+	case name == "":
+		return errors.New("it has no name")
+	case len(name) > maxName:
+		return fmt.Errorf("its name has %d bytes: at most %d are allowed", len(name), maxName)
+	}
+	for _, r := range name {
+		if !(r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || strings.ContainsRune("-_.", r)) {
+			return fmt.Errorf("its name holds %q: only letters, digits, -, _ and . are allowed", r)
+		}
+	}
+	return nil
+}
+
+// CheckUpstream says what is wrong with a server's address.
+func CheckUpstream(address string) error {
+	if strings.Contains(address, "@") { // what stands before it may be a secret
+		return errors.New("upstream holds an @, but must be of the form host:port, as in 127.0.0.1:8188")
+	}
+	if scheme, rest, ok := strings.Cut(address, "://"); ok {
+		return fmt.Errorf("upstream %q is not of the form host:port: leave out %s:// and any path, as in %s", address, scheme, strings.SplitN(rest, "/", 2)[0])
+	}
+	host, port, err := net.SplitHostPort(address)
+	if err != nil || host == "" || strings.ContainsAny(host, "/ ") {
+		return fmt.Errorf("upstream %q is not of the form host:port, as in 127.0.0.1:8188 or [::1]:8188", address)
+	}
+	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+		return fmt.Errorf("upstream %q: the port is %q, but must be a number from 1 to 65535", address, port)
+	}
+	return nil
+}
+
+// faults collects what is wrong.
+type faults struct{ list []error }
+
+func (f *faults) add(who, format string, args ...any) {
+	f.list = append(f.list, fmt.Errorf("%s: %w", who, fmt.Errorf(format, args...)))
+}
+
+func (f *faults) word(who, field, found string, allowed []string) {
+	if err := oneOf(field, found, allowed); err != nil {
+		f.add(who, "%w", err)
+	}
+}
+
+func (f *faults) notNegative(who, field string, n int) {
+	if n < 0 {
+		f.add(who, "%s is %d: it must not be negative", field, n)
+	}
+}
+
+func (f *faults) size(who, field string, n gpu.Bytes) {
+	if n < 0 {
+		f.add(who, "%s is %d bytes: it must not be negative", field, n)
+	}
+}
+
+// duration checks a duration; a nil one is not set.
+func (f *faults) duration(who, field string, d *caddy.Duration) {
+	if d != nil && *d < 0 {
+		f.add(who, "%s is %s: it must not be negative", field, time.Duration(*d))
+	}
+}
+
+// checkDriver comes before the defaults: the default driver needs no check,
+// and there would be no modules where only configuration is looked at.
+func (f *faults) checkDriver(b *Broker) {
+	if len(b.GPURaw) == 0 {
+		return
+	}
+	var guest struct {
+		Driver string `json:"driver"`
+	}
+	if err := json.Unmarshal(b.GPURaw, &guest); err != nil || guest.Driver == "" {
+		f.add("gpu_broker", "gpu names no driver: it must be an object with the key driver, such as {\"driver\": %q}", DefaultDriver)
+		return
+	}
+	if guest.Driver != DefaultDriver {
+		f.word("gpu_broker", "gpu driver", guest.Driver, append(GuestNames(SamplerNamespace), DefaultDriver))
+	}
+}
+
+func (f *faults) checkBroker(b *Broker) {
+	const who = "gpu_broker"
+	f.word(who, "scheduler", b.Scheduler, Schedulers)
+	f.word(who, "lock", b.Lock, Locks)
+	f.word(who, "headers setting", b.Headers, Switches)
+	f.notNegative(who, "max_queue", b.MaxQueue)
+	f.notNegative(who, "max_evictions", b.MaxEvictions)
+	if b.Cushion != nil {
+		f.size(who, "cushion", *b.Cushion)
+	}
+	f.size(who, "reserve", b.Reserve)
+	f.size(who, "max_body", b.MaxBody)
+	f.size(who, "max_buffered", b.MaxBuffered)
+	f.duration(who, "budget", &b.Budget)
+	f.duration(who, "probe_interval", &b.ProbeInterval)
+	f.duration(who, "probe_timeout", &b.ProbeTimeout)
+	f.duration(who, "load_timeout", &b.LoadTimeout)
+	f.duration(who, "unload_timeout", &b.UnloadTimeout)
+	f.duration(who, "evict_wait", &b.EvictWait)
+	f.duration(who, "drain_timeout", &b.DrainTimeout)
+	f.duration(who, "abandon_after", &b.AbandonAfter)
+	f.duration(who, "outsider_wait", &b.OutsiderWait)
+	f.duration(who, "overtake_min", b.OvertakeMin)
+	f.duration(who, "overtake_max", b.OvertakeMax)
+	f.duration(who, "lock_overtake", b.LockOvertake)
+	if least, most := b.EffectiveOvertakeMin(), b.EffectiveOvertakeMax(); least > most {
+		f.add(who, "overtake_min is %s, above overtake_max, which is %s", least, most)
+	}
+	for _, factor := range []struct {
+		field string
+		value float64
+	}{{"overtake", b.EffectiveOvertake()}, {"hold", b.EffectiveHold()}} {
+		if factor.value < 0 {
+			f.add(who, "%s is %v: it must not be negative", factor.field, factor.value)
+		}
+	}
+}
+
+func (f *faults) checkCoexistence(b *Broker) {
+	var names []string
+	for _, c := range b.Consumers {
+		if c != nil && c.Name != "" {
+			names = append(names, c.Name)
+		}
+	}
+	for i, c := range b.Consumers {
+		if c == nil {
+			continue
+		}
+		others := slices.DeleteFunc(slices.Clone(names), func(name string) bool { return name == c.Name })
+		for _, name := range c.CanCoexistWith {
+			if name != c.Name {
+				f.word(c.title(i), "consumer in can_coexist_with", name, others)
+			}
+		}
+	}
+}

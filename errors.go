@@ -1,0 +1,163 @@
+package gpubroker
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// statusClientLeft is what Caddy writes for a client that left.
+const statusClientLeft = 499
+
+// statuses are those of the codes that are not 503.
+var statuses = map[scheduler.Code]int{
+	scheduler.UnknownConsumer: http.StatusNotFound,
+	scheduler.NeverFits:       http.StatusUnprocessableEntity,
+	scheduler.BudgetExceeded:  http.StatusGatewayTimeout,
+}
+
+// failure is a request that was not served, in the words of the error document.
+type failure struct {
+	status     int
+	code       string
+	message    string
+	retryAfter time.Duration
+	detail     *scheduler.Detail
+}
+
+func (f *failure) Error() string { return f.message }
+
+func unhealthy(consumer string, err error) error {
+	return &failure{status: http.StatusServiceUnavailable, code: string(scheduler.Unhealthy), retryAfter: 5 * time.Second,
+		message: fmt.Sprintf("the server of consumer %q can't be reached: %v", consumer, err)}
+}
+
+// errorDocument is OpenAI's error form, so that every SDK shows it.
+type errorDocument struct {
+	Error errorBody `json:"error"`
+}
+
+type errorBody struct {
+	Message    string       `json:"message"`
+	Type       string       `json:"type"`
+	Code       string       `json:"code"`
+	Consumer   string       `json:"consumer"`
+	RetryAfter int          `json:"retry_after,omitempty"` // seconds
+	Detail     *errorDetail `json:"detail,omitempty"`
+}
+
+// errorDetail is about memory, in bytes.
+type errorDetail struct {
+	Need    int64            `json:"need"`
+	Free    map[string]int64 `json:"free"` // by GPU
+	Holders []errorHolder    `json:"holders"`
+	Unloads []string         `json:"unloads,omitempty"` // those that didn't bring their memory back
+}
+
+type errorHolder struct {
+	Name      string `json:"name"`
+	State     string `json:"state,omitempty"`
+	Bytes     int64  `json:"bytes"`
+	Protected string `json:"protected,omitempty"`
+}
+
+// fail answers a request that was not served. What next itself has decided
+// (an error with a status of the user's own handlers) is passed on.
+func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
+	if r.Context().Err() != nil {
+		metrics.errors.WithLabelValues(j.handler.Consumer, "client_left").Inc()
+		w.WriteHeader(statusClientLeft)
+		return nil
+	}
+	var f *failure
+	var refused *broker.Refused
+	var caddys caddyhttp.HandlerError
+	switch {
+	case errors.As(err, &f):
+	case errors.As(err, &refused):
+		f = &failure{status: statuses[refused.Code], code: string(refused.Code), message: refused.Message, retryAfter: refused.RetryAfter, detail: refused.Detail}
+		if f.status == 0 {
+			f.status = http.StatusServiceUnavailable
+			f.retryAfter = max(f.retryAfter, time.Second)
+		}
+	case errors.Is(err, broker.ErrNotStarted):
+		f = &failure{status: http.StatusServiceUnavailable, code: "not_running", message: err.Error(), retryAfter: time.Second}
+	case errors.As(err, &caddys) && caddys.StatusCode == http.StatusBadGateway:
+		f = &failure{status: http.StatusBadGateway, code: "server_died", message: fmt.Sprintf("the server of consumer %q gave no answer: %v", j.handler.Consumer, caddys.Err)}
+	case errors.Is(err, context.Canceled):
+		w.WriteHeader(statusClientLeft)
+		return nil
+	default:
+		return err
+	}
+	return j.answer(w, r, f)
+}
+
+// answer writes the error document, unless the site has error routes: those win.
+func (j *job) answer(w http.ResponseWriter, r *http.Request, f *failure) error {
+	consumer := j.handler.Consumer
+	metrics.errors.WithLabelValues(consumer, f.code).Inc()
+	j.repl.Set("http.gpu_broker.reason", f.code)
+	doc := errorDocument{errorBody{Message: f.message, Type: "gpu_broker_error", Code: f.code, Consumer: consumer, Detail: detailOf(f.detail)}}
+	header := w.Header()
+	if f.retryAfter > 0 {
+		doc.Error.RetryAfter = min(60, max(1, int(math.Ceil(f.retryAfter.Seconds()))))
+		header.Set("Retry-After", strconv.Itoa(doc.Error.RetryAfter))
+	}
+	if j.handler.headers {
+		header.Set("X-Gpu-Broker-Consumer", consumer)
+	}
+	header.Del("Server-Timing")
+	allowOrigin(header, r)
+	if f.status >= 500 { // overload and the like are expected states: no error in the access log
+		caddyhttp.SetVar(r.Context(), caddyhttp.LogLevelVar, "WARN")
+	}
+	if srv, ok := r.Context().Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server); ok && srv != nil && srv.Errors != nil && len(srv.Errors.Routes) > 0 {
+		return caddyhttp.Error(f.status, f)
+	}
+	body, err := json.Marshal(doc)
+	if err != nil {
+		return err
+	}
+	header.Set("Content-Type", "application/json")
+	header.Set("Content-Length", strconv.Itoa(len(body)))
+	w.WriteHeader(f.status)
+	_, err = w.Write(body)
+	return err
+}
+
+// allowOrigin lets a page of another origin read the error, as the model server would let it read its answer.
+func allowOrigin(header http.Header, r *http.Request) {
+	origin := r.Header.Get("Origin")
+	if origin == "" || header.Get("Access-Control-Allow-Origin") != "" {
+		return
+	}
+	header.Set("Access-Control-Allow-Origin", origin)
+	header.Set("Access-Control-Expose-Headers", "Retry-After, X-GPU-Broker-Consumer")
+	header.Add("Vary", "Origin")
+}
+
+func detailOf(d *scheduler.Detail) *errorDetail {
+	if d == nil {
+		return nil
+	}
+	out := &errorDetail{Need: int64(d.Need), Free: map[string]int64{}, Holders: []errorHolder{}, Unloads: d.Unloads}
+	for i, free := range d.Free {
+		out.Free[strconv.Itoa(i)] = int64(max(free, gpu.Bytes(0)))
+	}
+	for _, h := range d.Holders {
+		out.Holders = append(out.Holders, errorHolder{Name: h.Name, State: h.State, Bytes: int64(h.Bytes), Protected: h.Protected})
+	}
+	return out
+}

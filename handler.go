@@ -1,0 +1,343 @@
+package gpubroker
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"go.uber.org/zap"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/routing"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+func init() {
+	caddy.RegisterModule(Handler{})
+	httpcaddyfile.RegisterHandlerDirective("gpu_broker", parseHandler)
+	httpcaddyfile.RegisterDirectiveOrder("gpu_broker", httpcaddyfile.Before, "reverse_proxy")
+}
+
+// Handler gives each request its place on the GPU before it passes it on, and
+// takes the place back when the answer is complete.
+//
+// It sets these placeholders:
+//
+// Placeholder | Description
+// ------------|------------
+// `{http.gpu_broker.consumer}` | the model server that serves the request
+// `{http.gpu_broker.upstream}` | its address, `host:port`
+// `{http.gpu_broker.wait_ms}` | how long the request waited, in milliseconds
+// `{http.gpu_broker.reason}` | why it was refused: a code such as `queue_full`
+type Handler struct {
+	gpucaddyfile.Route
+
+	pool     *pooled
+	app      *App
+	consumer *config.Consumer
+	gpuOnly  config.RoutePatterns // if not empty: no other request needs the GPU
+	bypass   config.RoutePatterns
+	touch    config.RoutePatterns
+	maxBody  int64
+	headers  bool
+}
+
+// CaddyModule returns the Caddy module information.
+func (Handler) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "http.handlers.gpu_broker", New: func() caddy.Module { return new(Handler) }}
+}
+
+// Provision finds the consumer and the broker.
+func (h *Handler) Provision(ctx caddy.Context) error {
+	app, err := ctx.App("gpu_broker")
+	if err != nil {
+		return fmt.Errorf("getting the gpu_broker app: %w", err)
+	}
+	h.app = app.(*App)
+	h.pool = h.app.pool
+	if h.Consumer == "" {
+		return errors.New("gpu_broker: name the consumer that serves these requests: gpu_broker NAME")
+	}
+	if h.consumer = h.app.consumer(h.Consumer); h.consumer == nil {
+		return fmt.Errorf("gpu_broker: %w", config.Unknown("consumer", h.Consumer, h.app.names()))
+	}
+	var faults []error
+	patterns := func(lists ...[]string) config.RoutePatterns {
+		var all []string
+		for _, l := range lists {
+			all = append(all, l...)
+		}
+		p, err := config.ParseRoutePatterns(all)
+		if err != nil {
+			faults = append(faults, fmt.Errorf("gpu_broker %s: %w", h.Consumer, err))
+		}
+		return p
+	}
+	h.gpuOnly = patterns(h.consumer.GPURoutes)
+	h.bypass = patterns(h.consumer.Bypass, h.Bypass)
+	h.touch = patterns(h.consumer.Touch, h.Touch)
+	if h.maxBody = int64(h.MaxBody); h.maxBody == 0 {
+		h.maxBody = int64(h.app.MaxBody)
+	}
+	h.headers = h.app.HeadersOn() && h.Headers != config.Off
+	if h.Headers == config.On {
+		h.headers = true
+	}
+	return errors.Join(faults...)
+}
+
+func (a *App) names() []string {
+	var out []string
+	for _, c := range a.Consumers {
+		out = append(out, c.Name)
+	}
+	return out
+}
+
+// need is what a request wants of the GPU.
+type need int
+
+const (
+	needsGPU need = iota
+	needsNothing
+	needsTouch // counts as use
+)
+
+// needs says what a request wants, by its method and by its path as the server will see it.
+func (h *Handler) needs(r *http.Request) need {
+	switch {
+	case r.Method == http.MethodOptions || r.Method == http.MethodHead:
+		return needsNothing
+	case len(h.touch) > 0 && h.touch.Match(r.Method, r.URL.Path):
+		return needsTouch
+	case len(h.bypass) > 0 && h.bypass.Match(r.Method, r.URL.Path):
+		return needsNothing
+	case len(h.gpuOnly) > 0 && !h.gpuOnly.Match(r.Method, r.URL.Path):
+		return needsNothing
+	default:
+		return needsGPU
+	}
+}
+
+// ServeHTTP admits the request, calls next, and releases its place: when next
+// has returned or panicked, which is after the last byte of the answer.
+func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	repl := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
+	repl.Set("http.gpu_broker.consumer", h.Consumer)
+	repl.Set("http.gpu_broker.upstream", h.consumer.Upstream)
+	switch h.needs(r) {
+	case needsTouch:
+		h.pool.broker.Touch(h.Consumer)
+		return next.ServeHTTP(w, r)
+	case needsNothing:
+		return next.ServeHTTP(w, r)
+	}
+	j := jobs.Get().(*job)
+	defer j.done()
+	j.handler, j.repl, j.submitted = h, repl, time.Now()
+	return j.serve(w, r, next)
+}
+
+// job is one request on its way. It is the response writer of next, so that it knows the status of the answer.
+type job struct {
+	caddyhttp.ResponseWriterWrapper
+	handler   *Handler
+	repl      *caddy.Replacer
+	submitted time.Time
+	body      *routing.Body
+	status    int
+	lease     broker.Lease
+	leased    bool
+}
+
+var jobs = sync.Pool{New: func() any { return new(job) }}
+
+func (j *job) done() {
+	if j.body != nil {
+		j.body.Close()
+	}
+	*j = job{}
+	jobs.Put(j)
+}
+
+// WriteHeader notes the status of the answer.
+func (j *job) WriteHeader(status int) {
+	if j.status == 0 && status >= 200 || status == http.StatusSwitchingProtocols {
+		j.status = status
+	}
+	j.ResponseWriter.WriteHeader(status)
+}
+
+// Write notes that there is an answer.
+func (j *job) Write(p []byte) (int, error) {
+	if j.status == 0 {
+		j.status = http.StatusOK
+	}
+	return j.ResponseWriter.Write(p)
+}
+
+func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	for attempt := 1; ; attempt++ {
+		if err := j.acquire(r); err != nil {
+			return j.fail(w, r, err)
+		}
+		j.tell(w, r)
+		err := j.run(w, r, next)
+		var dial reverseproxy.DialError
+		switch {
+		case err == nil:
+			return nil
+		case errors.As(err, &dial) && attempt == 1 && r.Context().Err() == nil:
+			continue // nothing was sent: its state is taken anew, and the job is admitted once more
+		case errors.As(err, &dial):
+			return j.fail(w, r, unhealthy(j.handler.Consumer, err))
+		default:
+			return j.fail(w, r, err)
+		}
+	}
+}
+
+// acquire gets the place. A body is read ahead, unless it is small and the
+// place is there at once: only a body that was read to its end lets HTTP/1 tell us that the client left.
+func (j *job) acquire(r *http.Request) error {
+	h := j.handler
+	req := broker.Request{Consumer: h.Consumer, Priority: broker.DefaultPriority, Submitted: j.submitted, Budget: time.Duration(h.Budget)}
+	hasBody := r.ContentLength != 0 && r.Body != nil && r.Body != http.NoBody && !h.StreamBody
+	if hasBody && j.body == nil && r.ContentLength > 0 && r.ContentLength <= routing.SmallBody {
+		if lease, ok := h.pool.broker.TryAcquire(req); ok {
+			if _, kept := r.Body.(routing.KeepOpen); !kept {
+				r.Body = routing.KeepOpen{Reader: r.Body}
+			}
+			j.lease, j.leased = lease, true
+			return nil
+		}
+	}
+	switch {
+	case j.body != nil:
+		j.body.Rewind(r)
+	case hasBody:
+		body, err := h.pool.buffers.Read(r, h.maxBody, int64(h.app.MaxBuffered))
+		if err != nil {
+			return bodyError(r, err)
+		}
+		j.body = body
+	}
+	lease, err := h.pool.broker.Acquire(r.Context(), req)
+	if err != nil {
+		return err
+	}
+	j.lease, j.leased = lease, true
+	return nil
+}
+
+// tell sets the headers, placeholders and log fields of an admitted request.
+func (j *job) tell(w http.ResponseWriter, r *http.Request) {
+	l := &j.lease
+	wait := l.Queued + l.Loading
+	metrics.wait.WithLabelValues(l.Consumer).Observe(wait.Seconds())
+	if j.handler.headers {
+		w.Header().Set("X-Gpu-Broker-Consumer", l.Consumer)
+		w.Header().Set("Server-Timing", timing(l.Queued, l.Loading))
+	}
+	j.repl.Set("http.gpu_broker.upstream", l.Upstream)
+	if wait == 0 {
+		j.repl.Set("http.gpu_broker.wait_ms", "0")
+	} else {
+		j.repl.Set("http.gpu_broker.wait_ms", strconv.FormatInt(wait.Milliseconds(), 10))
+	}
+	if extra, ok := r.Context().Value(caddyhttp.ExtraLogFieldsCtxKey).(*caddyhttp.ExtraLogFields); ok {
+		extra.Set(zap.String("gpu_consumer", l.Consumer))
+		extra.Set(zap.Duration("gpu_wait", wait))
+	}
+}
+
+func timing(queued, loading time.Duration) string {
+	if queued == 0 && loading == 0 {
+		return "gpu-queue;dur=0, gpu-load;dur=0"
+	}
+	millis := func(d time.Duration) string { return strconv.FormatFloat(float64(d.Microseconds())/1000, 'f', 1, 64) }
+	return "gpu-queue;dur=" + millis(queued) + ", gpu-load;dur=" + millis(loading)
+}
+
+// run calls next, and gives the place back whatever becomes of it.
+func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) (err error) {
+	began := time.Now()
+	j.ResponseWriterWrapper.ResponseWriter = w
+	j.status = 0
+	completed := false
+	defer func() {
+		j.lease.Release(j.outcome(r, err, completed))
+		j.leased = false
+		metrics.run.WithLabelValues(j.handler.Consumer).Observe(time.Since(began).Seconds())
+	}()
+	err = next.ServeHTTP(j, r)
+	completed = true
+	return err
+}
+
+// outcome is how the job ended, as far as the scheduler has to know.
+func (j *job) outcome(r *http.Request, err error, completed bool) scheduler.Outcome {
+	var dial reverseproxy.DialError
+	left := r.Context().Err() != nil
+	switch {
+	case !completed && left:
+		return scheduler.Served // the client left in the middle of the answer
+	case !completed:
+		return scheduler.ServerDied
+	case errors.As(err, &dial):
+		return scheduler.DialRefused
+	case err != nil && !left && j.status == 0:
+		return scheduler.ServerDied
+	case j.lease.Async && (j.status < 400 || j.status == statusClientLeft):
+		return scheduler.Accepted // it may have taken the work, though the client did not wait to hear so
+	case j.status == 0 || j.status == statusClientLeft:
+		return scheduler.NoAnswer
+	default:
+		return scheduler.Served
+	}
+}
+
+// parseHandler reads the directive gpu_broker.
+func parseHandler(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
+	route, err := gpucaddyfile.ParseRoute(h.Dispenser)
+	if err != nil {
+		return nil, err
+	}
+	return &Handler{Route: *route}, nil
+}
+
+// bodyError says what became of a body that could not be read ahead.
+func bodyError(r *http.Request, err error) error {
+	var tooLarge *http.MaxBytesError
+	switch {
+	case r.Context().Err() != nil:
+		return context.Cause(r.Context())
+	case errors.Is(err, routing.ErrTooLarge), errors.As(err, &tooLarge):
+		return &failure{status: http.StatusRequestEntityTooLarge, code: "body_too_large", message: err.Error() + ": raise max_body, or use stream_body on this route"}
+	case errors.Is(err, routing.ErrNoRoom):
+		return &failure{status: http.StatusServiceUnavailable, code: "queue_full", message: err.Error() + ": try again later, or raise max_buffered", retryAfter: 5 * time.Second}
+	case errors.Is(err, io.ErrUnexpectedEOF), strings.Contains(err.Error(), "malformed"), strings.Contains(err.Error(), "invalid byte in chunk"):
+		return &failure{status: http.StatusBadRequest, code: "bad_request", message: "the request body could not be read: " + err.Error()}
+	default:
+		return fmt.Errorf("reading the request body: %w", err)
+	}
+}
+
+// Interface guards
+var (
+	_ caddy.Provisioner           = (*Handler)(nil)
+	_ caddyhttp.MiddlewareHandler = (*Handler)(nil)
+	_ http.ResponseWriter         = (*job)(nil)
+)

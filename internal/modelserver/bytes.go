@@ -1,0 +1,84 @@
+package modelserver
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"fmt"
+	"io"
+)
+
+// AudioBytes is what GET /audio/big?bytes=N answers. Each byte depends on its
+// place, so that a hole or a swap shows.
+func AudioBytes(n int64) []byte {
+	out := make([]byte, n)
+	_, _ = io.ReadFull(newPattern(0), out) // a pattern never ends and never fails
+	return out
+}
+
+// SynthesizeBytes is what POST /synthesize answers to body: a quarter of a
+// second of sound, as WAV, whose pitch depends on the body.
+func SynthesizeBytes(body []byte) []byte {
+	const rate, samples = 16000, 4000
+	sum := sha256.Sum256(body)
+	period := 40 + int(sum[0])%80
+	pcm := make([]byte, 0, 2*samples)
+	for i := range samples {
+		phase := i % period
+		level := int16(phase*16000/period - 8000)
+		pcm = binary.LittleEndian.AppendUint16(pcm, uint16(level))
+	}
+	out := []byte("RIFF")
+	out = binary.LittleEndian.AppendUint32(out, uint32(36+len(pcm)))
+	out = append(out, "WAVEfmt "...)
+	out = binary.LittleEndian.AppendUint32(out, 16)
+	out = binary.LittleEndian.AppendUint16(out, 1) // PCM
+	out = binary.LittleEndian.AppendUint16(out, 1) // mono
+	out = binary.LittleEndian.AppendUint32(out, rate)
+	out = binary.LittleEndian.AppendUint32(out, 2*rate)
+	out = binary.LittleEndian.AppendUint16(out, 2)
+	out = binary.LittleEndian.AppendUint16(out, 16)
+	out = append(out, "data"...)
+	out = binary.LittleEndian.AppendUint32(out, uint32(len(pcm)))
+	return append(out, pcm...)
+}
+
+// StreamBytes is what /stream?events=N answers.
+func StreamBytes(events int) []byte {
+	var out []byte
+	for i := range events {
+		out = append(out, streamEvent(i)...)
+	}
+	return append(out, streamEnd...)
+}
+
+const streamEnd = "data: [DONE]\n\n"
+
+func streamEvent(i int) string {
+	sum := sha256.Sum256([]byte{byte(i), byte(i >> 8), byte(i >> 16)})
+	return fmt.Sprintf("id: %d\nevent: token\ndata: {\"index\":%d,\"text\":\"%s\"}\n\n", i, i, hex.EncodeToString(sum[:8]))
+}
+
+// pattern is an endless Reader of deterministic bytes (splitmix64).
+type pattern struct {
+	state uint64
+	rest  []byte
+}
+
+func newPattern(seed uint64) *pattern { return &pattern{state: seed} }
+
+func (p *pattern) Read(out []byte) (int, error) {
+	for n := 0; n < len(out); {
+		if len(p.rest) == 0 {
+			p.state += 0x9e3779b97f4a7c15
+			z := p.state
+			z = (z ^ z>>30) * 0xbf58476d1ce4e5b9
+			z = (z ^ z>>27) * 0x94d049bb133111eb
+			p.rest = binary.LittleEndian.AppendUint64(p.rest[:0], z^z>>31)
+		}
+		copied := copy(out[n:], p.rest)
+		p.rest = p.rest[copied:]
+		n += copied
+	}
+	return len(out), nil
+}

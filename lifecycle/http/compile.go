@@ -1,0 +1,307 @@
+package httplife
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"golang.org/x/net/http/httpguts"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// plan is a checked configuration with its placeholders read. It does not
+// change, so drivers share it.
+type plan struct {
+	health, residency, load, unload, busy *route
+	secrets                               *redactor
+}
+
+func (p *plan) empty() bool {
+	return p.health == nil && p.residency == nil && p.load == nil && p.unload == nil && p.busy == nil
+}
+
+// route is one request, ready to be sent.
+type route struct {
+	name    string // "load route POST /load": what errors call it; holds no secret
+	method  string
+	path    text
+	header  http.Header
+	body    text
+	accept  []int // empty: 200 to 299
+	timeout time.Duration
+	reads   reads
+
+	loaded, resident, busy, values *query // nil if not configured
+	unit                           gpu.Bytes
+	forEach                        *route
+}
+
+// reads says how much of an accepted answer is read.
+type reads int
+
+const (
+	readStatus reads = iota // nothing: the status says all
+	readJSON                // all of it, which must be small
+	readToEnd               // to its end, since the work ends with it; only the beginning is kept
+)
+
+func (r *route) accepts(status int) bool {
+	if len(r.accept) == 0 {
+		return status >= 200 && status <= 299
+	}
+	return slices.Contains(r.accept, status)
+}
+
+func (r *route) wanted() string {
+	if len(r.accept) == 0 {
+		return "2xx"
+	}
+	words := make([]string, len(r.accept))
+	for i, code := range r.accept {
+		words[i] = strconv.Itoa(code)
+	}
+	return strings.Join(words, " or ")
+}
+
+// request makes the HTTP request; item stands for {item}.
+func (r *route) request(upstream string, item any) (*http.Request, error) {
+	u, err := url.Parse("http://" + upstream + r.path.render(item))
+	if err != nil {
+		// url.Parse quotes what it was given, which may hold a secret.
+		return nil, fmt.Errorf("%s: its path is not valid once its placeholders are replaced", r.name)
+	}
+	body := r.body.render(item)
+	req, err := http.NewRequest(r.method, u.String(), strings.NewReader(body))
+	if err != nil {
+		return nil, fmt.Errorf("%s: the request can't be made: its method or path is not valid", r.name)
+	}
+	req.Header = r.header.Clone()
+	if host := req.Header.Get("Host"); host != "" {
+		req.Host = host
+		req.Header.Del("Host")
+	}
+	return req, nil
+}
+
+// compiler collects faults and secrets while a configuration is read.
+type compiler struct {
+	faults []error
+	shared http.Header
+	repl   *caddy.Replacer
+	secret secretSet
+}
+
+func (c *compiler) fault(format string, args ...any) {
+	c.faults = append(c.faults, fmt.Errorf(format, args...))
+}
+
+func compile(l *Lifecycle) (*plan, error) {
+	c := &compiler{repl: caddy.NewReplacer()}
+	c.shared = c.headers("header", l.Header)
+	p := &plan{
+		health:    c.route("health", l.Health, http.MethodGet),
+		residency: c.route("residency", l.Residency, http.MethodGet),
+		load:      c.route("load", l.Load, http.MethodPost),
+		unload:    c.route("unload", l.Unload, http.MethodPost),
+		busy:      c.route("busy", l.Busy, http.MethodGet),
+	}
+	if len(c.faults) > 0 {
+		return nil, errors.Join(c.faults...)
+	}
+	p.secrets = c.secret.redactor()
+	return p, nil
+}
+
+func (c *compiler) route(kind string, in *Route, defaultMethod string) *route {
+	if in == nil {
+		return nil
+	}
+	r := &route{timeout: time.Duration(in.Timeout), accept: in.Accept, unit: 1}
+	if in.ForEach != nil && kind != "unload" {
+		c.fault("%s: for_each is only for unload: remove it", kind)
+	}
+	withItem := in.ForEach != nil && kind == "unload"
+
+	c.address(kind, r, in.Method, defaultMethod, in.Path, in.Header, withItem)
+	c.body(kind, r, in.Body, withItem)
+	for _, code := range in.Accept {
+		if code < 200 || code > 599 {
+			c.fault("%s: accept %d is not a status from 200 to 599", kind, code)
+		}
+	}
+	if in.Timeout < 0 {
+		c.fault("%s: timeout %s is negative", kind, r.timeout)
+	}
+	c.queries(kind, r, in)
+	if withItem {
+		r.forEach = c.forEach(in.ForEach)
+		if !r.path.hasItem() && !r.body.hasItem() {
+			c.fault("%s: for_each is given, but neither path nor body has {item}: write it where each value goes", kind)
+		}
+	}
+	switch {
+	case r.loaded != nil || r.resident != nil || r.busy != nil:
+		r.reads = readJSON
+	case kind == "load" || kind == "unload":
+		r.reads = readToEnd
+	}
+	return r
+}
+
+func (c *compiler) forEach(in *ForEach) *route {
+	const kind = "unload: for_each"
+	r := &route{reads: readJSON, unit: 1}
+	c.address(kind, r, in.Method, http.MethodGet, in.Path, in.Header, false)
+	if in.Values == "" {
+		c.fault("%s: values is missing: give the JSONPath of what is to be unloaded, such as $.models[*].name", kind)
+	} else {
+		r.values = c.query(kind, "values", in.Values)
+	}
+	return r
+}
+
+// address reads what makes up a request's first line and headers.
+func (c *compiler) address(kind string, r *route, method, defaultMethod, path string, header http.Header, withItem bool) {
+	r.method = method
+	if method == "" {
+		r.method = defaultMethod
+	}
+	if !slices.Contains(methods, r.method) {
+		c.fault("%s: method %q is unknown: use one of %s", kind, r.method, strings.Join(methods, ", "))
+	}
+	bare, rawQuery, _ := strings.Cut(path, "?") // a query may hold a key: errors name the path only
+	r.name = kind + " route " + r.method + " " + bare
+	before := len(c.faults)
+	r.path = c.text(kind+": path", path, pathText, withItem)
+	switch full := r.path.render("x"); {
+	case len(c.faults) > before: // a placeholder is missing: that is said already
+	case !strings.HasPrefix(full, "/"):
+		c.fault("%s: path %q does not begin with /", kind, bare)
+	case strings.Contains(full, "#"):
+		c.fault("%s: path %q has a #, what follows is never sent: write %%23", kind, bare)
+	case !validPath(full):
+		c.fault("%s: path %q is not a valid URL path", kind, bare)
+	}
+	for _, pair := range strings.Split(rawQuery, "&") {
+		_, value, _ := strings.Cut(pair, "=")
+		if plain, err := url.QueryUnescape(value); err == nil {
+			c.secret.addPart(plain)
+		}
+	}
+	r.header = c.shared.Clone()
+	if r.header == nil {
+		r.header = http.Header{}
+	}
+	for name, values := range c.headers(kind+": header", header) {
+		r.header[name] = values
+	}
+	if r.header.Get("User-Agent") == "" {
+		r.header.Set("User-Agent", "caddy-gpu-broker")
+	}
+}
+
+var methods = []string{
+	http.MethodGet, http.MethodHead, http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete, http.MethodOptions,
+}
+
+func validPath(path string) bool {
+	u, err := url.Parse("http://upstream" + path)
+	return err == nil && u.Host == "upstream" && !strings.ContainsAny(path, " \t\r\n")
+}
+
+func (c *compiler) body(kind string, r *route, body string, withItem bool) {
+	how := rawText
+	switch {
+	case isJSON(body):
+		how = jsonText
+		if r.header.Get("Content-Type") == "" {
+			r.header.Set("Content-Type", "application/json")
+		}
+	case strings.HasPrefix(r.header.Get("Content-Type"), "application/json") && body != "":
+		c.fault("%s: body is not JSON, but its Content-Type says so", kind)
+	case strings.HasPrefix(r.header.Get("Content-Type"), "application/x-www-form-urlencoded"):
+		how = formText
+	}
+	r.body = c.text(kind+": body", body, how, withItem)
+}
+
+func (c *compiler) headers(where string, in http.Header) http.Header {
+	if in == nil {
+		return nil
+	}
+	out := http.Header{}
+	for name, values := range in {
+		if !httpguts.ValidHeaderFieldName(name) {
+			c.fault("%s: %q is not a header name", where, name)
+			continue
+		}
+		name = http.CanonicalHeaderKey(name)
+		for _, value := range values {
+			plain := c.text(where+" "+name, value, rawText, false).render(nil)
+			if !httpguts.ValidHeaderFieldValue(plain) {
+				c.fault("%s %s: its value holds a control character, such as a line end", where, name)
+				continue
+			}
+			if !slices.Contains(openHeaders, name) {
+				c.secret.addHeader(plain)
+			}
+			out[name] = append(out[name], plain)
+		}
+	}
+	return out
+}
+
+// openHeaders are those whose values are no secrets.
+var openHeaders = []string{"Content-Type", "Accept", "User-Agent", "Host"}
+
+// queries reads what a route says about its answer.
+func (c *compiler) queries(kind string, r *route, in *Route) {
+	probe := kind == "health" || kind == "residency"
+	for _, f := range []struct {
+		field, expression string
+		allowed           bool
+		only              string
+		target            **query
+		unit              gpu.Bytes
+	}{
+		{"loaded", in.Loaded, probe, "health and residency", &r.loaded, 0},
+		{"resident_mib", in.ResidentMiB, probe, "health and residency", &r.resident, gpu.MiB},
+		{"resident_bytes", in.ResidentBytes, probe, "health and residency", &r.resident, 1},
+		{"busy", in.Busy, kind == "busy", "busy", &r.busy, 0},
+	} {
+		switch {
+		case f.expression == "":
+		case !f.allowed:
+			c.fault("%s: %s is only for %s: remove it", kind, f.field, f.only)
+		default:
+			*f.target = c.query(kind, f.field, f.expression)
+			if f.unit != 0 {
+				r.unit = f.unit
+			}
+		}
+	}
+	if probe && in.ResidentMiB != "" && in.ResidentBytes != "" {
+		c.fault("%s: resident_mib and resident_bytes are both given: keep one", kind)
+	}
+	if kind == "residency" && in.Loaded == "" {
+		c.fault("residency: loaded is missing: give the JSONPath that tells whether the model is on the GPU, such as $.loaded")
+	}
+	if kind == "busy" && in.Busy == "" {
+		c.fault("busy: busy is missing: give the JSONPath that tells whether the server works, such as $.queue_remaining")
+	}
+}
+
+func (c *compiler) query(kind, field, expression string) *query {
+	q, err := newQuery(expression)
+	if err != nil {
+		c.fault("%s: %s %q is not a JSONPath: %w", kind, field, expression, err)
+	}
+	return q
+}

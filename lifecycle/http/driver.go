@@ -1,0 +1,264 @@
+package httplife
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+)
+
+// The pace of polling: quick at first, since a small model is there at once.
+const (
+	firstPoll = 20 * time.Millisecond
+	lastPoll  = 250 * time.Millisecond
+)
+
+// driver speaks to one server. It has no state of its own and no goroutine;
+// every wait is bounded by the caller's context.
+type driver struct {
+	plan   *plan
+	deps   lifecycle.Deps
+	client *http.Client
+	// tells is the route that tells residency, nil if none does.
+	tells *route
+}
+
+func newDriver(p *plan, deps lifecycle.Deps) *driver {
+	d := &driver{plan: p, deps: deps, client: newClient(), tells: p.residency}
+	if d.tells == nil && p.health != nil && p.health.loaded != nil {
+		d.tells = p.health
+	}
+	return d
+}
+
+// String names the driver and keeps its headers to itself.
+func (d *driver) String() string { return "lifecycle http of " + d.deps.Consumer }
+
+// GoString is String, so that no verb of fmt shows a secret.
+func (d *driver) GoString() string { return d.String() }
+
+func (d *driver) Traits() lifecycle.Traits {
+	return lifecycle.Traits{
+		Load:      d.plan.load != nil,
+		Unload:    d.plan.unload != nil,
+		Health:    d.deps.Upstream != "",
+		Residency: d.tells != nil,
+		Busy:      d.plan.busy != nil,
+	}
+}
+
+func (d *driver) Close() error {
+	d.client.CloseIdleConnections()
+	return nil
+}
+
+// Probe asks for health, then for residency, both within the probe's time-out
+// unless their routes have their own. Health decides the outcome; a residency
+// route that fails leaves residency unknown, unless nothing listens any more.
+func (d *driver) Probe(ctx context.Context) lifecycle.Report {
+	report := lifecycle.Report{Resident: -1}
+	if d.deps.Upstream == "" {
+		report.Detail = "the consumer has no upstream: nothing is probed"
+		return report
+	}
+	end := time.Now().Add(d.deps.ProbeTimeout)
+	said, err := d.health(ctx, end)
+	if err != nil {
+		report.Outcome, report.Detail = outcomeOf(err), err.Error()
+		return report
+	}
+	report.Loaded, report.Resident, report.Detail = said.loaded, said.resident, said.detail
+	if d.tells == nil || d.tells == d.plan.health {
+		return report
+	}
+	now, err := d.residency(ctx, end)
+	if err != nil {
+		report.Loaded, report.Detail = lifecycle.Unknown, err.Error()
+		if outcomeOf(err) == lifecycle.Refused {
+			report.Outcome = lifecycle.Refused
+		}
+		return report
+	}
+	report.Loaded, report.Detail = now.loaded, now.detail
+	if d.tells.resident != nil {
+		report.Resident = now.resident
+	}
+	return report
+}
+
+// said is what an answer says about residency.
+type said struct {
+	loaded   lifecycle.Tri
+	resident gpu.Bytes // -1: it does not say
+	detail   string    // what it lacks
+}
+
+func (d *driver) health(ctx context.Context, end time.Time) (said, error) {
+	r := d.plan.health
+	if r == nil {
+		return said{resident: -1}, d.connect(ctx, end)
+	}
+	if r.reads == readJSON {
+		return d.questioned(ctx, r, end)
+	}
+	_, err := d.exchange(ctx, r, nil, limit(r, end))
+	return said{resident: -1}, err
+}
+
+func (d *driver) residency(ctx context.Context, end time.Time) (said, error) {
+	return d.questioned(ctx, d.tells, end)
+}
+
+// questioned sends a route's request and asks its answer for residency. An
+// accepted answer that does not say is no error: the server is well.
+func (d *driver) questioned(ctx context.Context, r *route, end time.Time) (said, error) {
+	out := said{resident: -1}
+	body, err := d.exchange(ctx, r, nil, limit(r, end))
+	if err != nil {
+		return out, err
+	}
+	answer, err := parseAnswer(body)
+	if err != nil {
+		out.detail = fmt.Sprintf("%s: %v", r.name, err)
+		return out, nil
+	}
+	if r.loaded != nil {
+		if value, err := r.loaded.find(ctx, answer); err != nil {
+			out.detail = fmt.Sprintf("%s: %v", r.name, err)
+		} else {
+			out.loaded = lifecycle.TriOf(truth(value))
+		}
+	}
+	if r.resident != nil {
+		if value, err := r.resident.find(ctx, answer); err == nil {
+			out.resident = amount(value, r.unit)
+		}
+		// The sum over a list that is missing is 0, which then means nothing.
+		if out.resident == 0 && r.loaded != nil && out.loaded == lifecycle.Unknown {
+			out.resident = -1
+		}
+	}
+	return out, nil
+}
+
+// connect is the health probe of a server without a health route.
+func (d *driver) connect(ctx context.Context, end time.Time) error {
+	ctx, cancel := context.WithDeadline(ctx, end)
+	defer cancel()
+	begun := time.Now()
+	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", d.deps.Upstream)
+	if err != nil {
+		return d.broken(ctx, "connecting to "+d.deps.Upstream, begun, err)
+	}
+	_ = conn.Close() // it has told what it had to
+	return nil
+}
+
+// limit is how long a probe's request may take: the route's own time-out, or
+// what is left until end.
+func limit(r *route, end time.Time) time.Duration {
+	if r.timeout > 0 {
+		return r.timeout
+	}
+	return max(time.Until(end), time.Millisecond)
+}
+
+// Load calls the load route and waits until the server is healthy and, where
+// it can tell, loaded. Without a load route it waits for health alone, as
+// nothing would make the server load.
+func (d *driver) Load(ctx context.Context) error {
+	if r := d.plan.load; r != nil {
+		body, err := d.exchange(ctx, r, nil, r.timeout)
+		if saysOutOfMemory(body) {
+			text := fmt.Sprintf("%s answered: %s", r.name, d.plan.secrets.excerpt(body))
+			if err != nil {
+				text = err.Error()
+			}
+			return d.wrap("load", &failure{lifecycle.Wrong, text, lifecycle.ErrOutOfMemory})
+		}
+		if err != nil {
+			return d.wrap("load", err)
+		}
+		d.deps.Logger.Debug("load route answered", zap.String("consumer", d.deps.Consumer))
+	}
+	var last lifecycle.Report
+	seen := false
+	err := poll(ctx, func() bool {
+		report := d.Probe(ctx)
+		if ctx.Err() != nil && seen {
+			return false // cut off by the end of the wait: the one before tells more
+		}
+		last, seen = report, true
+		needsLoaded := d.plan.load != nil && d.tells != nil
+		return last.Outcome == lifecycle.Answered && (!needsLoaded || last.Loaded == lifecycle.Yes)
+	})
+	if err == nil {
+		return nil
+	}
+	return d.wrap("load", notReady(last, err))
+}
+
+// notReady says what was lacking when the wait for a load ended.
+func notReady(last lifecycle.Report, ended error) error {
+	text := "the server does not say that it is loaded"
+	switch {
+	case last.Outcome != lifecycle.Answered:
+		text = "the server did not get ready"
+	case last.Loaded == lifecycle.No:
+		text = "the server answers but says that it is not loaded"
+	}
+	if last.Detail != "" {
+		text += ": " + last.Detail
+	}
+	if last.Outcome == lifecycle.Refused {
+		return fmt.Errorf("%s (%w; %w)", text, lifecycle.ErrRefused, ended)
+	}
+	return fmt.Errorf("%s (%w)", text, ended)
+}
+
+// Busy asks the busy route once.
+func (d *driver) Busy(ctx context.Context) (bool, error) {
+	r := d.plan.busy
+	if r == nil {
+		return false, d.wrap("busy", errors.New("no busy route is configured"))
+	}
+	answer, err := d.ask(ctx, r, limit(r, time.Now().Add(d.deps.ProbeTimeout)))
+	if err != nil {
+		return false, d.wrap("busy", err)
+	}
+	value, err := r.busy.find(ctx, answer)
+	if err != nil {
+		return false, d.wrap("busy", fmt.Errorf("%s: %w", r.name, err))
+	}
+	return truth(value), nil
+}
+
+// wrap says whose and which action failed.
+func (d *driver) wrap(action string, err error) error {
+	return fmt.Errorf("consumer %s: %s: %w", d.deps.Consumer, action, err)
+}
+
+// poll calls try until it is true, at once and then at growing distances. It
+// returns the context's error if that ends first.
+func poll(ctx context.Context, try func() bool) error {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for wait := firstPoll; ; wait = min(2*wait, lastPoll) {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-timer.C:
+		}
+		if try() {
+			return nil
+		}
+		timer.Reset(wait)
+	}
+}

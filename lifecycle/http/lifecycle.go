@@ -1,0 +1,157 @@
+// Package httplife is the lifecycle `http`: it probes, loads and unloads a
+// model server, and asks whether it is busy, by HTTP routes that the
+// configuration names.
+package httplife
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"go.uber.org/zap"
+
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+)
+
+func init() { caddy.RegisterModule(new(Lifecycle)) }
+
+// Lifecycle speaks to a model server by HTTP routes on its `upstream`. Every
+// route may be left out: without `health` the server is healthy when its port
+// takes a connection; without `load` it loads inside its first request;
+// without `unload` it keeps its memory until it gives it back by itself.
+//
+// Header values, paths and bodies may hold placeholders such as `{env.TOKEN}`
+// and `{file./run/secrets/token}`. They are read when the configuration is
+// loaded. Their values, and those of headers, are never shown.
+//
+// Connections are direct (no proxy from the environment), redirects are not
+// followed, and connections are not kept, since a kept one would block a
+// server that serves one at a time.
+type Lifecycle struct {
+	// Headers that are sent with every route, such as `Authorization`. A route's own of the same name wins.
+	Header http.Header `json:"header,omitempty"`
+	// Asks whether the server is well. With `loaded` it also tells residency. Default: a TCP connection to `upstream`.
+	Health *Route `json:"health,omitempty"`
+	// Asks whether the model is on the GPU; needs `loaded`. Default: the health route, if that has `loaded`.
+	Residency *Route `json:"residency,omitempty"`
+	// Loads the model. The server is ready when the health route answers and, where residency can be told, says loaded.
+	Load *Route `json:"load,omitempty"`
+	// Gives the GPU memory back. Done when the residency probe says so; without one only the memory itself can tell.
+	Unload *Route `json:"unload,omitempty"`
+	// Asks whether the server works, whoever asked it to; needs `busy`.
+	Busy *Route `json:"busy,omitempty"`
+
+	plan *plan // made by Provision
+}
+
+// Route is one HTTP request to the server and how its answer is read.
+//
+// `loaded`, `resident_mib`, `resident_bytes`, `busy` and `values` are JSONPath
+// expressions (github.com/PaesslerAG/jsonpath) such as `$.loaded`; operators
+// may be used, as in `!$.is_sleeping`, `$.status == "loaded"` or
+// `$.data[?(@.status.value == "loaded")]`. What they yield is true if it is
+// true, a number above 0, an array or object that is not empty, or a text other
+// than the empty one, `none`, `null`, `unloaded` and `false`. null is false.
+// A key that is missing is neither: the server did not say. But a path with a
+// wildcard (`$.models[*]`) yields an empty array where a key is missing, so
+// write `$.models` for `loaded`.
+type Route struct {
+	// Default: POST for load and unload, GET for the others.
+	Method string `json:"method,omitempty"`
+	// Path on the server, with its query if it has one. Must begin with `/`.
+	Path string `json:"path"`
+	// Headers of this route.
+	Header http.Header `json:"header,omitempty"`
+	// The request body. If it is JSON, `Content-Type: application/json` is sent unless a header says otherwise.
+	Body string `json:"body,omitempty"`
+	// Statuses that mean success, 200 to 599. Default: any from 200 to 299.
+	Accept []int `json:"accept,omitempty"`
+	// How long the answer may take. Default: `probe_timeout` for health, residency, busy and for_each, what is
+	// left of `load_timeout` or `unload_timeout` for load and unload.
+	Timeout caddy.Duration `json:"timeout,omitempty"`
+
+	// Health and residency: is the model on the GPU?
+	Loaded string `json:"loaded,omitempty"`
+	// Health and residency: how much GPU memory it holds, in MiB; an array is summed.
+	ResidentMiB string `json:"resident_mib,omitempty"`
+	// Health and residency: how much GPU memory it holds, in bytes; an array is summed.
+	ResidentBytes string `json:"resident_bytes,omitempty"`
+	// Busy: does it work?
+	Busy string `json:"busy,omitempty"`
+	// Unload: first get this list, then call the route for each of its values, until the list is empty.
+	ForEach *ForEach `json:"for_each,omitempty"`
+}
+
+// ForEach is a list that the server tells, such as its loaded models. The
+// unload route is called once for each value, which stands for `{item}` in its
+// path (escaped) and body: in a JSON body `{item}` outside quotes is the whole
+// JSON value, inside quotes it is escaped text.
+type ForEach struct {
+	// Default: GET.
+	Method string `json:"method,omitempty"`
+	// Path on the server. Must begin with `/`.
+	Path string `json:"path"`
+	// Headers of this request.
+	Header http.Header `json:"header,omitempty"`
+	// JSONPath to the values, `$.models[*].name` for example.
+	Values string `json:"values"`
+}
+
+// CaddyModule returns the Caddy module information.
+func (*Lifecycle) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{
+		ID:  "gpu_broker.lifecycles.http",
+		New: func() caddy.Module { return new(Lifecycle) },
+	}
+}
+
+// Provision checks the configuration, reads the placeholders in it and reports
+// all faults at once. It connects to nothing.
+func (l *Lifecycle) Provision(caddy.Context) error {
+	p, err := compile(l)
+	if err != nil {
+		return err
+	}
+	l.plan = p
+	return nil
+}
+
+// Open makes the driver of one server. It starts nothing and connects to nothing.
+func (l *Lifecycle) Open(deps lifecycle.Deps) (lifecycle.Driver, error) {
+	if l.plan == nil {
+		return nil, errors.New("lifecycle http is opened before it was provisioned")
+	}
+	if deps.Upstream == "" && !l.plan.empty() {
+		return nil, fmt.Errorf("consumer %s: lifecycle http has routes but the consumer has no upstream: add `upstream host:port`", deps.Consumer)
+	}
+	if deps.Upstream != "" {
+		if _, port, err := net.SplitHostPort(deps.Upstream); err != nil || port == "" {
+			return nil, fmt.Errorf("consumer %s: upstream %q is not host:port", deps.Consumer, deps.Upstream)
+		}
+	}
+	if deps.ProbeTimeout <= 0 {
+		deps.ProbeTimeout = 2 * time.Second
+	}
+	if deps.UnloadTimeout <= 0 {
+		deps.UnloadTimeout = 30 * time.Second
+	}
+	if deps.Logger == nil {
+		deps.Logger = zap.NewNop()
+	}
+	return newDriver(l.plan, deps), nil
+}
+
+// String names the lifecycle and keeps its headers, which may be secret, to itself.
+func (l *Lifecycle) String() string { return "lifecycle http" }
+
+// GoString is String, so that no verb of fmt shows a secret.
+func (l *Lifecycle) GoString() string { return l.String() }
+
+// Interface guards.
+var (
+	_ caddy.Provisioner = (*Lifecycle)(nil)
+	_ lifecycle.Guest   = (*Lifecycle)(nil)
+)

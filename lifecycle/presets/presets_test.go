@@ -1,0 +1,199 @@
+package presets_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+	httplife "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/presets"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// read decodes a preset as strictly as Caddy decodes a configuration.
+func read(t *testing.T, name string) (config.Consumer, *httplife.Lifecycle) {
+	t.Helper()
+	data, ok := presets.Get(name)
+	require.True(t, ok)
+	var consumer config.Consumer
+	require.NoError(t, caddy.StrictUnmarshalJSON(data, &consumer))
+
+	var raw map[string]json.RawMessage
+	require.NoError(t, json.Unmarshal(consumer.LifecycleRaw, &raw))
+	require.JSONEq(t, `"http"`, string(raw["protocol"]))
+	delete(raw, "protocol") // as Caddy does with an inline key
+	rest, err := json.Marshal(raw)
+	require.NoError(t, err)
+	guest := new(httplife.Lifecycle)
+	require.NoError(t, caddy.StrictUnmarshalJSON(rest, guest))
+	require.NoError(t, guest.Provision(caddy.Context{}))
+	return consumer, guest
+}
+
+func open(t *testing.T, guest *httplife.Lifecycle, handler http.Handler) lifecycle.Driver {
+	t.Helper()
+	server := httptest.NewServer(handler)
+	t.Cleanup(server.Close)
+	d, err := guest.Open(lifecycle.Deps{
+		Consumer: "x", Upstream: server.Listener.Addr().String(),
+		ProbeTimeout: 10 * time.Second, UnloadTimeout: 20 * time.Second,
+	})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, d.Close()) })
+	return d
+}
+
+func TestNames(t *testing.T) {
+	assert.Equal(t, []string{"comfyui", "ollama"}, presets.Names())
+	_, ok := presets.Get("nobody")
+	assert.False(t, ok)
+	_, ok = presets.Get("../presets/ollama")
+	assert.False(t, ok)
+}
+
+func TestAPresetCanBeChangedByItsReader(t *testing.T) {
+	first, _ := presets.Get("ollama")
+	kept := bytes.Clone(first)
+	clear(first)
+	second, _ := presets.Get("ollama")
+	assert.Equal(t, kept, []byte(second))
+}
+
+func TestEveryPresetIsAValidPartOfAConsumer(t *testing.T) {
+	for _, name := range presets.Names() {
+		t.Run(name, func(t *testing.T) {
+			consumer, _ := read(t, name)
+			assert.NotEmpty(t, consumer.GPURoutes)
+			for _, route := range append(append(consumer.GPURoutes, consumer.Bypass...), consumer.Touch...) {
+				method, path, ok := strings.Cut(route, " ")
+				require.True(t, ok, route)
+				assert.Equal(t, strings.ToUpper(method), method)
+				assert.True(t, strings.HasPrefix(path, "/"), route)
+			}
+			// What only the user can know is left to the user.
+			assert.Empty(t, consumer.Name)
+			assert.Empty(t, consumer.Upstream)
+			assert.Zero(t, consumer.VRAM)
+			assert.Zero(t, consumer.Concurrency)
+		})
+	}
+}
+
+// ollama in its manners: an unload is answered at once and done two looks later.
+type ollama struct {
+	mu     sync.Mutex
+	loaded map[string]int // looks left, -1: it stays
+}
+
+func (o *ollama) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	switch r.Method + " " + r.URL.Path {
+	case "GET /api/version":
+		_, _ = io.WriteString(w, `{"version":"0.33.0"}`)
+	case "GET /api/ps":
+		models := []map[string]any{}
+		for name, left := range o.loaded {
+			switch {
+			case left == 0:
+				delete(o.loaded, name)
+				continue
+			case left > 0:
+				o.loaded[name]--
+			}
+			models = append(models, map[string]any{"name": name, "model": name, "size": 3 << 30, "size_vram": 2 << 30})
+		}
+		_ = json.NewEncoder(w).Encode(map[string]any{"models": models})
+	case "POST /api/generate":
+		var in struct {
+			Model     string
+			Prompt    string
+			KeepAlive *int `json:"keep_alive"`
+		}
+		if json.NewDecoder(r.Body).Decode(&in) != nil || in.KeepAlive == nil || *in.KeepAlive != 0 || in.Prompt != "" {
+			http.Error(w, "not an unload", http.StatusBadRequest)
+			return
+		}
+		if _, ok := o.loaded[in.Model]; !ok {
+			http.Error(w, `{"error":"model not found"}`, http.StatusNotFound)
+			return
+		}
+		o.loaded[in.Model] = 2
+		_, _ = fmt.Fprintf(w, `{"model":%q,"done":true,"done_reason":"unload"}`, in.Model)
+	default:
+		http.NotFound(w, r)
+	}
+}
+
+func TestOllamaIsProbedAndUnloadedModelByModel(t *testing.T) {
+	consumer, guest := read(t, "ollama")
+	assert.Equal(t, []string{
+		"POST /api/generate", "POST /api/chat", "POST /api/embed", "POST /api/embeddings", "POST /v1/chat/completions",
+		"POST /v1/completions", "POST /v1/embeddings", "POST /v1/responses", "POST /v1/messages", "POST /v1/audio/transcriptions",
+	}, consumer.GPURoutes)
+	assert.False(t, consumer.Async)
+	assert.False(t, consumer.VRAMManaged)
+
+	d := open(t, guest, &ollama{loaded: map[string]int{"llama3:8b": -1, "hf.co/a/b:Q4": -1}})
+	assert.Equal(t, lifecycle.Traits{Unload: true, Health: true, Residency: true}, d.Traits())
+	assert.Equal(t, lifecycle.Report{Loaded: lifecycle.Yes, Resident: 4 * gpu.GiB}, d.Probe(t.Context()))
+
+	confirmed, err := d.Unload(t.Context())
+	require.NoError(t, err)
+	assert.True(t, confirmed)
+	assert.Equal(t, lifecycle.Report{Loaded: lifecycle.No, Resident: 0}, d.Probe(t.Context()))
+}
+
+func TestComfyUIIsAsyncLazyAndFreedByFlag(t *testing.T) {
+	consumer, guest := read(t, "comfyui")
+	assert.Equal(t, []string{"POST /prompt", "POST /api/prompt"}, consumer.GPURoutes)
+	assert.True(t, consumer.Async)
+	assert.Equal(t, 512*gpu.MiB, consumer.Residual)
+
+	var queue atomic.Int64
+	var freed atomic.Value
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /system_stats", func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = io.WriteString(w, `{"devices":[{"vram_total":1}]}`)
+	})
+	mux.HandleFunc("GET /prompt", func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = fmt.Fprintf(w, `{"exec_info":{"queue_remaining":%d}}`, queue.Load())
+	})
+	mux.HandleFunc("POST /free", func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		freed.Store(r.Header.Get("Content-Type") + " " + string(body))
+	})
+	d := open(t, guest, mux)
+	assert.Equal(t, lifecycle.Traits{Unload: true, Health: true, Busy: true}, d.Traits())
+	assert.Equal(t, lifecycle.Report{Loaded: lifecycle.Unknown, Resident: -1}, d.Probe(t.Context()))
+
+	busy, err := d.Busy(t.Context())
+	require.NoError(t, err)
+	assert.False(t, busy)
+	queue.Store(3)
+	busy, err = d.Busy(t.Context())
+	require.NoError(t, err)
+	assert.True(t, busy)
+
+	confirmed, err := d.Unload(t.Context())
+	require.NoError(t, err)
+	assert.False(t, confirmed, "an accepted flag is no unload")
+	assert.Equal(t, `application/json {"unload_models":true,"free_memory":true}`, freed.Load())
+}

@@ -1,0 +1,161 @@
+package gpubroker
+
+import (
+	"errors"
+	"strconv"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyevents"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// metrics are made once for the process and registered with each configuration's registry, so they survive reloads.
+var metrics = struct {
+	wait, run, load, unload                              *prometheus.HistogramVec
+	errors, unloads, loads, loadFailures, unloadFailures *prometheus.CounterVec
+}{
+	wait:           histogram("wait_seconds", "How long requests waited for their turn and their model."),
+	run:            histogram("run_seconds", "How long requests ran, until the last byte of their answer."),
+	load:           histogram("load_seconds", "How long loads took."),
+	unload:         histogram("unload_seconds", "How long unloads took, until the memory was back."),
+	errors:         counter("errors_total", "Requests that were refused or failed, by code.", "consumer", "code"),
+	unloads:        counter("evictions_total", "Successful unloads, by reason: evict (made for room) or manual.", "consumer", "reason"),
+	loads:          counter("loads_total", "Loads that were decided.", "consumer"),
+	loadFailures:   counter("load_failures_total", "Loads that failed.", "consumer"),
+	unloadFailures: counter("unload_failures_total", "Unloads that failed: the model stayed.", "consumer"),
+}
+
+const namespace, subsystem = "caddy", "gpu_broker"
+
+func histogram(name, help string) *prometheus.HistogramVec {
+	return prometheus.NewHistogramVec(prometheus.HistogramOpts{Namespace: namespace, Subsystem: subsystem, Name: name, Help: help,
+		Buckets: []float64{.001, .01, .1, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640}}, []string{"consumer"})
+}
+
+func counter(name, help string, labels ...string) *prometheus.CounterVec {
+	return prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: namespace, Subsystem: subsystem, Name: name, Help: help}, labels)
+}
+
+// registerMetrics adds all metrics to a configuration's registry; those that are there already are no fault.
+func registerMetrics(r *prometheus.Registry) error {
+	for _, c := range []prometheus.Collector{metrics.wait, metrics.run, metrics.load, metrics.unload, metrics.errors, metrics.unloads,
+		metrics.loads, metrics.loadFailures, metrics.unloadFailures, live{}} {
+		var twice prometheus.AlreadyRegisteredError
+		if err := r.Register(c); err != nil && !errors.As(err, &twice) {
+			return err
+		}
+	}
+	return nil
+}
+
+// live reads the broker's state when metrics are asked for.
+type live struct{}
+
+func desc(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc(prometheus.BuildFQName(namespace, subsystem, name), help, labels, nil)
+}
+
+var (
+	queueDepth  = desc("queue_depth", "Requests that wait.")
+	activeJobs  = desc("active", "Requests that run.", "consumer")
+	waitingJobs = desc("waiting", "Requests that wait.", "consumer")
+	loaded      = desc("loaded", "1 if it is loaded.", "consumer")
+	healthy     = desc("healthy", "1 if its server answers.", "consumer")
+	slotMemory  = desc("slot_memory_bytes", "GPU memory that is booked for it.", "consumer", "gpu")
+	gpuMemory   = desc("gpu_memory_bytes", "GPU memory, by kind: total, free, used, booked, outsiders.", "gpu", "kind")
+	gpuUse      = desc("gpu_utilization_ratio", "How busy the GPU is, 0 to 1.", "gpu")
+	gpuHealth   = desc("gpu_healthy", "1 if the GPU is not lost.", "gpu")
+	bodies      = desc("buffered_bytes", "Request bodies that are held ahead.")
+)
+
+// Describe implements prometheus.Collector.
+func (live) Describe(ch chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{queueDepth, activeJobs, waitingJobs, loaded, healthy, slotMemory, gpuMemory, gpuUse, gpuHealth, bodies} {
+		ch <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (live) Collect(ch chan<- prometheus.Metric) {
+	p := active.Load()
+	if p == nil {
+		return
+	}
+	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
+		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
+	}
+	s := p.broker.Status()
+	gauge(queueDepth, float64(s.Scheduler.QueueDepth))
+	gauge(bodies, float64(p.buffers.Held()))
+	for _, g := range s.GPUs {
+		index := strconv.Itoa(g.Index)
+		for kind, v := range map[string]int64{"total": g.Total, "free": g.Free, "used": g.Used, "booked": g.Booked, "outsiders": g.Outsiders} {
+			gauge(gpuMemory, float64(v), index, kind)
+		}
+		gauge(gpuHealth, truth(g.Health == "healthy"), index)
+		if g.Utilisation != nil {
+			gauge(gpuUse, float64(*g.Utilisation)/100, index)
+		}
+	}
+	for name, c := range s.Consumers {
+		gauge(activeJobs, float64(c.Active), name)
+		gauge(waitingJobs, float64(c.Waiting), name)
+		gauge(loaded, truth(c.Loaded), name)
+		gauge(healthy, truth(c.Health == "healthy"), name)
+		for _, slot := range c.Slots {
+			gauge(slotMemory, float64(slot.Booking), name, strconv.Itoa(slot.GPUIndex))
+		}
+	}
+}
+
+func truth(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+// observer counts decisions and tells Caddy's events of them. It belongs to one configuration.
+type observer struct {
+	ctx    caddy.Context
+	events *caddyevents.App
+}
+
+// Count implements broker.Observer.
+func (observer) Count(d scheduler.Decision) {
+	switch d.Kind {
+	case "load":
+		metrics.loads.WithLabelValues(d.Slot).Inc()
+	case "loaded":
+		metrics.load.WithLabelValues(d.Slot).Observe(d.Took)
+	case "load_failed":
+		metrics.loadFailures.WithLabelValues(d.Slot).Inc()
+	case "evicted":
+		metrics.unloads.WithLabelValues(d.Slot, "evict").Inc()
+		metrics.unload.WithLabelValues(d.Slot).Observe(d.Took)
+	case "unloaded":
+		metrics.unloads.WithLabelValues(d.Slot, "manual").Inc()
+		metrics.unload.WithLabelValues(d.Slot).Observe(d.Took)
+	case "unload_failed":
+		metrics.unloadFailures.WithLabelValues(d.Slot).Inc()
+	}
+}
+
+// eventNames are the decisions that are Caddy events, under the names that users subscribe to.
+var eventNames = map[string]string{
+	"loaded": "loaded", "unloaded": "unloaded", "evicted": "evicted", "load_failed": "load_failed", "gpu_lost": "gpu_unhealthy",
+}
+
+// Decided implements broker.Observer.
+func (o observer) Decided(d scheduler.Decision) {
+	name := eventNames[d.Kind]
+	if d.Kind == "refuse" && d.Code == scheduler.QueueFull {
+		name = "queue_full"
+	}
+	if name == "" {
+		return
+	}
+	o.events.Emit(o.ctx, name, map[string]any{"consumer": d.Slot, "for": d.Target, "gpu": d.GPU, "reason": d.Reason, "seconds": d.Took})
+}

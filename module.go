@@ -1,0 +1,214 @@
+// Package gpubroker is a Caddy module that lets many model servers share the
+// GPUs of a machine behind one site. The handler gpu_broker stands in front of
+// reverse_proxy: a request gets its place on the GPU, the model that it wants is
+// loaded, others make way, and only then is it passed on.
+package gpubroker
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
+	"github.com/caddyserver/caddy/v2/modules/caddyevents"
+	"go.uber.org/zap"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	_ "github.com/gpu-broker/caddy-gpu-broker/gpu/samplers" // every sampler
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+	_ "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http" // the lifecycle http
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/presets"
+	"github.com/gpu-broker/caddy-gpu-broker/routing"
+)
+
+func init() {
+	caddy.RegisterModule(App{})
+	httpcaddyfile.RegisterGlobalOption("gpu_broker", parseGlobal)
+}
+
+// App shares the GPUs of a machine among model servers. Its handler
+// `gpu_broker` gives requests their place on the GPU; what servers there are,
+// how much memory each takes and how it is loaded and unloaded is told here.
+type App struct {
+	config.Broker
+
+	pool       *pooled
+	generation *broker.Generation
+}
+
+// pooled is what outlives every configuration of a process.
+type pooled struct {
+	broker  *broker.Broker
+	buffers *routing.Buffers
+}
+
+// Destruct ends it, when the last configuration goes.
+func (p *pooled) Destruct() error {
+	active.CompareAndSwap(p, nil)
+	p.broker.Close()
+	return nil
+}
+
+var pool = caddy.NewUsagePool()
+
+// poolKey is one constant: there is one broker in a process, whatever its configuration.
+const poolKey = "gpu_broker"
+
+// CaddyModule returns the Caddy module information.
+func (App) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "gpu_broker", New: func() caddy.Module { return new(App) }}
+}
+
+// Provision parses and checks. It starts nothing and changes no running broker:
+// it also runs for `caddy validate` and for configurations that fail later.
+func (a *App) Provision(ctx caddy.Context) error {
+	if err := config.Resolve(&a.Broker, lookUpPreset); err != nil {
+		return err
+	}
+	g := &broker.Generation{Config: &a.Broker, Logger: ctx.Logger(), Lifecycles: map[string]lifecycle.Guest{}, Keys: map[string]string{}}
+	if err := a.loadGuests(ctx, g); err != nil {
+		return err
+	}
+	events, err := ctx.App("events")
+	if err != nil {
+		return fmt.Errorf("getting the events app: %w", err)
+	}
+	g.Observer = observer{ctx: ctx, events: events.(*caddyevents.App)}
+	if err := registerMetrics(ctx.GetMetricsRegistry()); err != nil {
+		return err
+	}
+	value, _, err := pool.LoadOrNew(poolKey, func() (caddy.Destructor, error) {
+		dir := filepath.Join(caddy.AppDataDir(), "gpu_broker", "bodies")
+		return &pooled{broker: broker.New(), buffers: routing.NewBuffers(dir)}, nil
+	})
+	if err != nil {
+		return err
+	}
+	a.pool, a.generation = value.(*pooled), g
+	return nil
+}
+
+// loadGuests provisions the sampler and the lifecycles, and remembers what each was made from.
+func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
+	if len(a.GPURaw) == 0 {
+		a.GPURaw = caddyconfig.JSONModuleObject(struct{}{}, "driver", config.DefaultDriver, nil)
+	}
+	g.SamplerKey = hash(a.GPURaw)
+	mod, err := ctx.LoadModule(a, "GPURaw")
+	if err != nil {
+		return fmt.Errorf("gpu: %w", err)
+	}
+	sampler, ok := mod.(gpu.Guest)
+	if !ok {
+		return fmt.Errorf("gpu: module %T is no sampler", mod)
+	}
+	g.Sampler = sampler
+
+	var faults []error
+	for _, c := range a.Consumers {
+		g.Keys[c.Name] = hash(c.LifecycleRaw, []byte(c.Upstream), []byte(time.Duration(a.ProbeTimeout).String()), []byte(time.Duration(c.UnloadTimeout).String()))
+		mod, err := ctx.LoadModule(c, "LifecycleRaw")
+		if err != nil {
+			faults = append(faults, fmt.Errorf("consumer %q%s: %w", c.Name, source(c), err))
+			continue
+		}
+		guest, ok := mod.(lifecycle.Guest)
+		if !ok {
+			faults = append(faults, fmt.Errorf("consumer %q%s: module %T is no lifecycle", c.Name, source(c), mod))
+			continue
+		}
+		g.Lifecycles[c.Name] = guest
+	}
+	return errors.Join(faults...)
+}
+
+func source(c *config.Consumer) string {
+	if c.Source == "" {
+		return ""
+	}
+	return " (" + c.Source + ")"
+}
+
+func lookUpPreset(name string) (json.RawMessage, []string, bool) {
+	p, ok := presets.Get(name)
+	return p, presets.Names(), ok
+}
+
+func hash(parts ...[]byte) string {
+	h := sha256.New()
+	for _, p := range parts {
+		fmt.Fprintf(h, "%d:", len(p))
+		h.Write(p)
+	}
+	return hex.EncodeToString(h.Sum(nil))
+}
+
+// Start makes this configuration the ruling one.
+func (a *App) Start() error {
+	active.Store(a.pool)
+	return a.pool.broker.Push(a.generation)
+}
+
+// Stop takes this configuration away; the newest that is left rules.
+func (a *App) Stop() error {
+	a.pool.broker.Pop(a.generation)
+	return nil
+}
+
+// Cleanup lets go of the broker. It is called for half-made configurations too.
+func (a *App) Cleanup() error {
+	if a.pool == nil {
+		return nil
+	}
+	a.pool.broker.Pop(a.generation)
+	a.pool = nil
+	_, err := pool.Delete(poolKey)
+	return err
+}
+
+// consumer is the configuration of a consumer, by name.
+func (a *App) consumer(name string) *config.Consumer {
+	for _, c := range a.Consumers {
+		if c.Name == name {
+			return c
+		}
+	}
+	return nil
+}
+
+// parseGlobal reads the global option gpu_broker. Several of them add up.
+func parseGlobal(d *caddyfile.Dispenser, existing any) (any, error) {
+	var before *config.Broker
+	if app, ok := existing.(httpcaddyfile.App); ok {
+		before = new(config.Broker)
+		if err := json.Unmarshal(app.Value, before); err != nil {
+			return nil, d.WrapErr(err)
+		}
+	}
+	b, err := gpucaddyfile.ParseGlobal(d, before)
+	if err != nil {
+		return nil, err
+	}
+	return httpcaddyfile.App{Name: "gpu_broker", Value: caddyconfig.JSON(b, nil)}, nil
+}
+
+// log is for what happens outside of a configuration.
+func log() *zap.Logger { return caddy.Log().Named("gpu_broker") }
+
+// Interface guards
+var (
+	_ caddy.App          = (*App)(nil)
+	_ caddy.Provisioner  = (*App)(nil)
+	_ caddy.CleanerUpper = (*App)(nil)
+	_ caddy.Destructor   = (*pooled)(nil)
+)

@@ -1,0 +1,159 @@
+// Package routing reads requests: whether one needs the GPU at all, and its
+// body, ahead of the queue.
+package routing
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"sync/atomic"
+)
+
+// Sizes of what is read ahead (spec §1.7).
+const (
+	// SmallBody is the largest body of known length that need not be read before the lock is taken.
+	SmallBody = 64 << 10
+	// memoryBody is how much of one body is kept in memory; the rest goes to a file.
+	memoryBody = 1 << 20
+)
+
+// Errors of reading a body ahead.
+var (
+	ErrTooLarge = errors.New("the request body is too large")
+	ErrNoRoom   = errors.New("too many request bodies are held already")
+)
+
+// Buffers bounds what all bodies that are held take together.
+type Buffers struct {
+	held atomic.Int64
+	dir  string // where files go
+}
+
+// NewBuffers makes Buffers that spill into dir, which is made when needed.
+func NewBuffers(dir string) *Buffers { return &Buffers{dir: dir} }
+
+// Held is how many bytes of bodies are held now.
+func (b *Buffers) Held() int64 { return b.held.Load() }
+
+// Body is a body that was read ahead. It can be read again from its start.
+type Body struct {
+	buffers *Buffers
+	memory  []byte
+	file    *os.File
+	size    int64
+}
+
+// Read reads the whole body of r, at most limit bytes of it, while all that
+// is held stays within total bytes. It puts a body into r that reads the same bytes, with the right Content-Length.
+// The caller closes the Body when the request is over.
+//
+// Errors: ErrTooLarge, ErrNoRoom, or the client's own (it left, or broke off).
+func (b *Buffers) Read(r *http.Request, limit, total int64) (*Body, error) {
+	if r.ContentLength > limit {
+		return nil, fmt.Errorf("%w: %d bytes, at most %d are taken", ErrTooLarge, r.ContentLength, limit)
+	}
+	body := &Body{buffers: b}
+	if err := body.fill(r.Body, limit, total); err != nil {
+		body.Close()
+		return nil, err
+	}
+	r.ContentLength = body.size
+	r.TransferEncoding = nil
+	body.Rewind(r)
+	return body, nil
+}
+
+// fill reads chunks, each booked before it is kept.
+func (y *Body) fill(from io.Reader, limit, total int64) error {
+	chunk := make([]byte, 32<<10)
+	for {
+		n, err := from.Read(chunk)
+		if n > 0 {
+			if y.size+int64(n) > limit {
+				return fmt.Errorf("%w: at most %d bytes are taken", ErrTooLarge, limit)
+			}
+			y.size += int64(n)
+			if y.buffers.held.Add(int64(n)) > total {
+				return fmt.Errorf("%w: at most %d bytes in all", ErrNoRoom, total)
+			}
+			if err := y.keep(chunk[:n]); err != nil {
+				return err
+			}
+		}
+		switch {
+		case err == io.EOF:
+			return nil
+		case err != nil:
+			return err
+		}
+	}
+}
+
+func (y *Body) keep(p []byte) error {
+	if y.file == nil && len(y.memory)+len(p) <= memoryBody {
+		y.memory = append(y.memory, p...)
+		return nil
+	}
+	if y.file == nil {
+		if err := y.spill(); err != nil {
+			return fmt.Errorf("keeping a large request body: %w", err)
+		}
+	}
+	if _, err := y.file.Write(p); err != nil {
+		return fmt.Errorf("keeping a large request body: %w", err)
+	}
+	return nil
+}
+
+// spill opens the file for the rest of a large body. Where the system allows it, the
+// file has no name any more while it is used: nothing is left over after a crash.
+func (y *Body) spill() error {
+	if err := os.MkdirAll(y.buffers.dir, 0o700); err != nil {
+		return err
+	}
+	f, err := os.CreateTemp(y.buffers.dir, "body-*")
+	if err != nil {
+		return err
+	}
+	y.file = f
+	_ = os.Remove(f.Name())
+	return nil
+}
+
+// Rewind makes r read the body from its start.
+func (y *Body) Rewind(r *http.Request) {
+	r.Body = y.reader()
+	r.GetBody = func() (io.ReadCloser, error) { return y.reader(), nil }
+}
+
+func (y *Body) reader() io.ReadCloser {
+	if y.size == 0 {
+		return http.NoBody
+	}
+	if y.file == nil {
+		return io.NopCloser(bytes.NewReader(y.memory))
+	}
+	rest := io.NewSectionReader(y.file, 0, y.size-int64(len(y.memory)))
+	return io.NopCloser(io.MultiReader(bytes.NewReader(y.memory), rest))
+}
+
+// Close gives back what the body holds.
+func (y *Body) Close() {
+	y.buffers.held.Add(-y.size)
+	y.size, y.memory = 0, nil
+	if y.file != nil {
+		name := y.file.Name()
+		_ = y.file.Close()
+		_ = os.Remove(name) // for systems on which an open file can't be removed
+		y.file = nil
+	}
+}
+
+// KeepOpen is a request body that a failed attempt can't close, so that the next may read it.
+type KeepOpen struct{ io.Reader }
+
+// Close does nothing: the server closes the body itself when the request is over.
+func (KeepOpen) Close() error { return nil }

@@ -1,0 +1,186 @@
+package scheduler
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// sheet is the account of one GPU as it is, or as it would be in thought.
+type sheet struct {
+	card    Card
+	entries []Entry
+	slots   []*slot
+	holds   []*holding
+	target  int // position of the target; -1: none
+}
+
+// sheet writes down who holds what of a GPU.
+func (s *State) sheet(c *card, t *slot) *sheet {
+	sh := &sheet{card: Card{Total: c.Total, Free: c.Free, Reserve: s.cfg.Reserve, Known: c.Known}, target: -1}
+	for _, sl := range s.slots {
+		h := sl.hold(c.Index)
+		if h == nil {
+			continue
+		}
+		e := Entry{State: sl.state, Booking: h.booking, Residue: h.residue, Drop: h.drop, Settled: sl.settled, Measured: h.measured, HasMeasured: h.hasMeas}
+		if sl == t {
+			sh.target = len(sh.entries)
+			if sl.state == Unknown { // nothing is known of it: its memory counts as foreign
+				e = Entry{State: Idle}
+			}
+		}
+		sh.entries, sh.slots, sh.holds = append(sh.entries, e), append(sh.slots, sl), append(sh.holds, h)
+	}
+	return sh
+}
+
+// without unloads slots in thought: each leaves behind what it left before.
+func (sh *sheet) without(s *State, gone []*slot) {
+	l := account(sh.card, sh.entries, nil)
+	for _, v := range gone {
+		for i, sl := range sh.slots {
+			if sl != v || sl.state == Idle {
+				continue
+			}
+			var rest gpu.Bytes
+			if v.stop.called { // it has gone: free memory shows already what came back
+				rest = s.residueNow(v, slices.Index(v.on, sh.holds[i]), s.card(sh.holds[i].card))
+			} else {
+				rest = min(s.knownResidue(v, sh.holds[i]), l.Seen[i])
+				sh.card.Free += l.Seen[i] - rest
+			}
+			sh.entries[i] = Entry{State: Idle, Residue: rest}
+		}
+	}
+}
+
+// need is what must be available for the target on this GPU: its claim, less
+// what of its residue it will use again, and the cushion.
+func (s *State) need(t *slot, h *holding, c *card) gpu.Bytes {
+	return t.claim() - s.heldBy(t, h) + s.cushion(c)
+}
+
+func (s *State) heldBy(t *slot, h *holding) gpu.Bytes {
+	if t.state != Idle {
+		return 0
+	}
+	return held(h.residue, h.measured, h.hasMeas, t.health == healthGood, t.cfg.Residual)
+}
+
+func (s *State) cushion(c *card) gpu.Bytes {
+	switch {
+	case s.cfg.Cushion != nil:
+		return *s.cfg.Cushion
+	case c.Unified:
+		return unifiedCushion
+	default:
+		return defaultCushion
+	}
+}
+
+// fits says whether the target could be loaded as things are.
+func (s *State) fits(t *slot) bool { return s.fitsAfter(t) }
+
+// fitsAfter says whether it could be, were some slots unloaded.
+func (s *State) fitsAfter(t *slot, gone ...*slot) bool {
+	fits := true
+	ok := s.cards(t, func(c *card, h *holding) {
+		sh := s.sheet(c, t)
+		sh.without(s, gone)
+		fits = fits && s.need(t, h, c) <= account(sh.card, sh.entries, nil).available(sh.card, sh.entries, sh.target)
+	})
+	return ok && fits
+}
+
+// needOf is what the target needs and what is available, on the first of its GPUs.
+func (s *State) needOf(t *slot) (need, avail gpu.Bytes) {
+	for _, h := range t.on[:min(1, len(t.on))] {
+		if c := s.card(h.card); c != nil {
+			sh := s.sheet(c, t)
+			need, avail = s.need(t, h, c), account(sh.card, sh.entries, nil).available(sh.card, sh.entries, sh.target)
+		}
+	}
+	return need, avail
+}
+
+// neverFits is the first row of accounting §3: no unload of the world would make room.
+func (s *State) neverFits(t *slot) *Refusal {
+	for _, h := range t.on {
+		c := s.card(h.card)
+		if c == nil {
+			continue
+		}
+		var pinned gpu.Bytes
+		for _, v := range s.slots {
+			if vh := v.hold(h.card); vh != nil && v != t && v.cfg.Pin && v.state != Idle {
+				pinned += vh.booking
+			}
+		}
+		need, room := t.claim()+s.cushion(c), c.Total-s.cfg.Reserve-pinned
+		if need <= room {
+			continue
+		}
+		msg := fmt.Sprintf("consumer %q can never fit: it claims %s and %s cushion, and GPU %d has %s in all", t.cfg.Name, t.claim(), s.cushion(c), c.Index, c.Total)
+		if s.cfg.Reserve > 0 {
+			msg += fmt.Sprintf(", less %s reserve", s.cfg.Reserve)
+		}
+		if pinned > 0 {
+			msg += fmt.Sprintf(", less %s of pinned consumers", pinned)
+		}
+		return &Refusal{Code: NeverFits, Message: msg + ": nothing was unloaded; lower its vram if that is too high, or run it elsewhere", Detail: s.detail(t)}
+	}
+	return nil
+}
+
+// inTheWay says why a target can't fit, though all that may be unloaded for it were.
+func (s *State) inTheWay(t *slot) string {
+	var parts []string
+	s.cards(t, func(c *card, _ *holding) {
+		l := account(s.sheet(c, t).card, s.sheet(c, t).entries, nil)
+		if l.Outsiders > 0 {
+			who := "programs that are none of the broker's"
+			if len(c.Outsiders) > 0 {
+				who += " (" + strings.Join(c.Outsiders, ", ") + ")"
+			}
+			parts = append(parts, fmt.Sprintf("%s hold %s", who, l.Outsiders))
+		}
+		for _, v := range s.slots {
+			h := v.hold(c.Index)
+			if h == nil || v == t {
+				continue
+			}
+			e := Entry{State: v.state, Booking: h.booking, Residue: h.residue}
+			switch p := s.protects(t, v); {
+			case e.booked() == 0:
+			case v.state == Idle:
+				parts = append(parts, fmt.Sprintf("%s has not given back %s", v.cfg.Name, h.residue))
+			case p != "":
+				parts = append(parts, fmt.Sprintf("%s holds %s and is protected by %s", v.cfg.Name, h.booking, p))
+			}
+		}
+	})
+	return orElse(strings.Join(parts, "; "), "the memory is not there")
+}
+
+// detail is who holds the memory that a target needs.
+func (s *State) detail(t *slot) *Detail {
+	d := &Detail{Need: t.cfg.Claim, Free: map[int]gpu.Bytes{}, Unloads: t.want.tries}
+	s.cards(t, func(c *card, h *holding) {
+		d.Need = s.need(t, h, c)
+		sh := s.sheet(c, t)
+		l := account(sh.card, sh.entries, nil)
+		d.Free[c.Index] = c.Free
+		for i, v := range sh.slots {
+			if b := sh.entries[i].booked(); b > 0 && v != t {
+				d.Holders = append(d.Holders, Holder{Name: v.cfg.Name, State: v.state.String(), Bytes: b, Protected: s.protects(t, v)})
+			}
+		}
+		if l.Outsiders > 0 {
+			d.Holders = append(d.Holders, Holder{Name: "outsiders", Bytes: l.Outsiders, Protected: strings.Join(c.Outsiders, ", ")})
+		}
+	})
+	return d
+}

@@ -1,0 +1,453 @@
+package scheduler
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// Times of a hand-over (accounting §4, spec §3.9).
+const (
+	quiet        = 750 * time.Millisecond // no further rise of free memory for so long: what is back is back
+	blindWait    = time.Second            // how long freed memory is waited for without telemetry
+	maxBackoff   = 60 * time.Second
+	drainRetry   = 60 * time.Second // a slot that didn't drain is left alone for so long
+	failedLoadOO = 1                // loads that ran out of memory and are tried once more
+)
+
+// backoff is 1, 2, 4 … 60 s after n failures in a row.
+func backoff(n int) time.Duration {
+	return min(maxBackoff, time.Second<<min(max(n-1, 0), 6))
+}
+
+// close shuts a slot's gate: what runs finishes, nothing enters.
+func (s *State) close(now time.Time, v, target *slot, why string) {
+	v.gate = gate{closed: true, target: target, since: now}
+	if target != nil {
+		target.want.victim = v
+	}
+	if v.busy() {
+		s.decide(Decision{At: now, Kind: "drain", Slot: v.cfg.Name, Target: name(target), GPU: v.gpu(), Reason: why})
+	}
+}
+
+// reopen lets jobs in again.
+func (s *State) reopen(now time.Time, v *slot, why string) {
+	if t := v.gate.target; t != nil && t.want.victim == v {
+		t.want.victim = nil
+	}
+	v.gate = gate{}
+	s.decide(Decision{At: now, Kind: "reopen", Slot: v.cfg.Name, GPU: v.gpu(), Reason: why})
+}
+
+// proceed takes every hand-over as far as it can go now.
+func (s *State) proceed(now time.Time) {
+	for _, sl := range s.slots {
+		if sl.gone {
+			s.retire(now, sl)
+		}
+		if sl.gate.closed {
+			s.proceedDrain(now, sl)
+		}
+		if sl.stop.called {
+			s.settle(now, sl)
+		}
+	}
+	if s.dropGone() {
+		s.reindex()
+	}
+}
+
+// proceedDrain unloads a slot whose gate is closed, once nothing runs there.
+func (s *State) proceedDrain(now time.Time, v *slot) {
+	t := v.gate.target
+	switch {
+	case v.state == Stopping:
+		return
+	case t != nil && (t.queue.count == 0 || !t.cold()):
+		s.reopen(now, v, fmt.Sprintf("%s does not wait any more", t.cfg.Name))
+		return
+	case s.due(now, v.gate.since.Add(s.cfg.DrainTimeout)):
+		v.retryAt = now.Add(drainRetry)
+		s.reopen(now, v, fmt.Sprintf("its work did not end within drain_timeout %s", s.cfg.DrainTimeout))
+		return
+	case v.busy():
+		return
+	case v.cfg.CanBusy && v.state != Loading && !v.gate.clear:
+		s.ask(v, 0)
+		return
+	}
+	for _, h := range v.on {
+		if o := s.transition(h.card); o != nil && o != v {
+			return
+		}
+		if w := s.warmer(h.card); w != nil && w != v {
+			return
+		}
+	}
+	s.stopNow(now, v)
+}
+
+// stopNow sends the unload call out.
+func (s *State) stopNow(now time.Time, v *slot) {
+	st := stopping{from: v.state, target: v.gate.target, began: now}
+	for _, h := range v.on {
+		var seen, free, used, out gpu.Bytes
+		if c := s.card(h.card); c != nil {
+			l, i := s.ledger(c, v)
+			seen, free, used, out = l.Seen[i], c.Free, l.Used, l.Outsiders
+		}
+		st.seen, st.free, st.used, st.out = append(st.seen, seen), append(st.free, free), append(st.used, used), append(st.out, out)
+	}
+	why := unloadReason(st.target)
+	switch {
+	case v.state == Idle:
+		why = "it may have been loaded before the broker came, and memory is short"
+	case v.gone && st.target == nil:
+		why = "it is not in the configuration any more"
+	}
+	if v.state != Idle {
+		s.to(now, v, Stopping)
+	}
+	v.stop, v.unloaded = st, true
+	v.epoch++
+	s.freeze(v)
+	s.emit(Effect{Kind: StartUnload, Slot: v.cfg.Name, Epoch: v.epoch})
+	s.decide(Decision{At: now, Kind: "unload", Slot: v.cfg.Name, Target: name(st.target), GPU: v.gpu(), Reason: why})
+}
+
+func unloadReason(t *slot) string {
+	if t == nil {
+		return "asked for by hand"
+	}
+	return fmt.Sprintf("its memory is needed for %s", t.cfg.Name)
+}
+
+// freeze ends the attribution of free memory's moves to the other slots of the GPUs on which sl begins a transition.
+func (s *State) freeze(sl *slot) {
+	for _, o := range s.slots {
+		for _, h := range o.on {
+			if o != sl && sl.hold(h.card) != nil {
+				h.frozen = true
+			}
+		}
+	}
+}
+
+// unloadDone takes in what the unload call came to.
+func (s *State) unloadDone(now time.Time, e UnloadDone) {
+	v := s.named[e.Slot]
+	if v == nil || v.epoch != e.Epoch || v.stop.began.IsZero() || v.stop.called {
+		return
+	}
+	v.epoch++
+	if v.stop.flush {
+		s.flushed(now, v, e.Err)
+	} else if e.Err != "" {
+		s.unloadFailed(now, v, e.Err)
+	} else {
+		v.stop.called, v.stop.confirmed, v.stop.at, v.stop.lastRise = true, e.Confirmed, now, now
+	}
+	s.pump(now)
+}
+
+// unloadFailed puts a slot back to where it came from. A failed unload is no eviction (spec §3.7).
+func (s *State) unloadFailed(now time.Time, v *slot, why string) {
+	s.counts.UnloadFailures++
+	v.unloadBad++
+	v.retryAt = now.Add(backoff(v.unloadBad))
+	s.decide(Decision{At: now, Kind: "unload_failed", Slot: v.cfg.Name, Target: name(v.stop.target), GPU: v.gpu(), Reason: why})
+	if t := v.stop.target; t != nil && t.want.victim == v {
+		t.want.victim = nil
+	}
+	from := v.stop.from
+	v.stop, v.gate = stopping{}, gate{}
+	if from == Loading { // the abandoned load may have got anywhere
+		from = Unknown
+	}
+	ready, idle, started := v.readyAt, v.idleAt, v.started
+	s.to(now, v, from)
+	if from == Ready { // as if nothing had been
+		v.readyAt, v.idleAt, v.started = ready, idle, started
+	}
+}
+
+// settle waits for the memory of an unloaded slot (accounting §4).
+func (s *State) settle(now time.Time, v *slot) {
+	known, done, early := true, true, v.stop.confirmed
+	for i, h := range v.on {
+		c := s.card(h.card)
+		if c == nil || !c.Known {
+			known = false
+			continue
+		}
+		rise := c.Free - v.stop.free[i]
+		if rise > v.stop.best {
+			v.stop.best, v.stop.lastRise = rise, c.seenAt
+		}
+		done = done && rise >= v.stop.seen[i]-s.knownResidue(v, h)
+		// Only a look can tell that nothing rises any more, the mere passing of time can't.
+		early = early && 2*rise >= min(v.stop.seen[i], v.stop.used[i]) && !c.seenAt.Before(v.stop.lastRise.Add(quiet))
+	}
+	switch t := v.stop.target; {
+	case !known:
+		if !s.due(now, v.stop.at.Add(blindWait)) {
+			return
+		}
+	case done:
+	case t != nil && t.queue.count > 0 && t.cold() && s.fitsAfter(t, v):
+	case early:
+	case s.due(now, v.stop.at.Add(s.cfg.EvictWait)):
+	default:
+		return
+	}
+	s.stopped(now, v)
+}
+
+// knownResidue is what stays behind after an unload, as far as was seen before.
+func (s *State) knownResidue(v *slot, h *holding) gpu.Bytes {
+	if h.known >= 0 {
+		return h.known
+	}
+	return v.cfg.Residual
+}
+
+// residueNow is r of accounting §1 for a slot whose unload has returned: what
+// has not come back and is nobody else's either.
+func (s *State) residueNow(v *slot, i int, c *card) gpu.Bytes {
+	if !c.Known {
+		return 0
+	}
+	h := v.on[i]
+	l, at := s.ledger(c, v)
+	var others gpu.Bytes
+	for k, seen := range l.Seen {
+		if k != at {
+			others += seen
+		}
+	}
+	r := max(0, min(v.stop.seen[i]-(c.Free-v.stop.free[i]), l.Used-others-v.stop.out[i]))
+	if h.hasMeas {
+		r = min(r, h.measured)
+	}
+	return r
+}
+
+// stopped ends an unload: what didn't come back is booked to the slot as its residue.
+func (s *State) stopped(now time.Time, v *slot) {
+	var gave, kept, base gpu.Bytes
+	for i, h := range v.on {
+		c := s.card(h.card)
+		if c == nil {
+			continue
+		}
+		h.residue = s.residueNow(v, i, c)
+		before := s.knownResidue(v, h)
+		h.base, h.baseFree, h.baseOut, h.frozen = h.residue, c.Free, v.stop.out[i], false
+		h.booking, h.drop, h.hasMeas = 0, 0, false // what was measured may be older than the unload
+		gave += v.stop.seen[i] - h.residue
+		kept += max(0, h.residue-before)
+		base += v.stop.seen[i]
+		h.known = h.residue
+	}
+	t := v.stop.target
+	v.stopCost.add(now.Sub(v.stop.began))
+	v.unloadBad = 0
+	d := Decision{At: now, Kind: "unloaded", Slot: v.cfg.Name, Target: name(t), GPU: v.gpu(), Took: now.Sub(v.stop.began).Seconds(),
+		Reason: fmt.Sprintf("gave back %s of %s", gave, base)}
+	if t != nil {
+		d.Kind = "evicted"
+		s.counts.Evictions++
+		t.want.extra = false
+		if t.want.victim == v {
+			t.want.victim = nil
+		}
+		if 2*kept > base {
+			t.want.tries = append(t.want.tries, fmt.Sprintf("%s: gave back %s of %s", v.cfg.Name, gave, base))
+		}
+	} else {
+		s.counts.ManualUnloads++
+	}
+	v.stop, v.gate, v.settled = stopping{}, gate{}, false
+	s.to(now, v, Idle)
+	s.decide(d)
+}
+
+// load starts the load of a slot that fits. A lazy one is READY at once and
+// loads inside the job that is admitted in the same step.
+func (s *State) load(now time.Time, t *slot) {
+	need, avail := s.needOf(t)
+	s.cards(t, func(c *card, h *holding) {
+		h.booking, h.residue, h.drop, h.loadFree, h.frozen, h.hasMeas = t.claim(), 0, 0, c.Free, false, false
+	})
+	t.settled, t.loadAt = false, now
+	t.want.victim, t.want.blocked, t.want.planned, t.want.tries = nil, time.Time{}, 0, nil
+	s.to(now, t, Loading)
+	s.freeze(t)
+	s.counts.Loads++
+	s.decide(Decision{At: now, Kind: "load", Slot: t.cfg.Name, GPU: t.gpu(), Need: need, Avail: avail,
+		Reason: fmt.Sprintf("it needs %s, %s is available", need, avail)})
+	if t.cfg.lazy() {
+		t.want.extra, t.want.oom = false, 0
+		s.to(now, t, Ready)
+		return
+	}
+	t.epoch++
+	s.emit(Effect{Kind: Load, Slot: t.cfg.Name, Epoch: t.epoch})
+}
+
+// loadDone takes in what a load came to.
+func (s *State) loadDone(now time.Time, e LoadDone) {
+	t := s.named[e.Slot]
+	if t == nil || t.state != Loading || t.epoch != e.Epoch {
+		return
+	}
+	t.epoch++
+	took := now.Sub(t.loadAt)
+	if e.Err == "" {
+		t.loadCost.add(took)
+		t.loadBad, t.want.oom, t.want.extra = 0, 0, false
+		t.health, t.timeouts = healthGood, 0
+		s.to(now, t, Ready)
+		s.decide(Decision{At: now, Kind: "loaded", Slot: t.cfg.Name, GPU: t.gpu(), Took: took.Seconds(), Reason: fmt.Sprintf("ready after %s", took.Round(time.Millisecond))})
+		s.pump(now)
+		return
+	}
+	s.cards(t, func(c *card, h *holding) {
+		h.residue, h.baseOut = s.leftBehind(c, t)
+		h.base, h.baseFree = h.residue, h.loadFree-h.residue
+		h.booking, h.drop, h.hasMeas = 0, 0, false
+	})
+	s.to(now, t, Idle)
+	s.counts.LoadFailures++
+	s.decide(Decision{At: now, Kind: "load_failed", Slot: t.cfg.Name, GPU: t.gpu(), Took: took.Seconds(), Reason: e.Err})
+	if e.OutOfMemory && t.want.oom < failedLoadOO && t.queue.count > 0 && s.anyVictim(t) {
+		t.want.oom++ // make room once more, try once more (spec §3.9)
+		t.want.extra = true
+	} else {
+		s.loadFailed(now, t, e.Err)
+	}
+	s.pump(now)
+}
+
+// loadFailed sends those away who waited for a load, and lets the slot cool down.
+func (s *State) loadFailed(now time.Time, t *slot, why string) {
+	t.loadBad++
+	t.want = target{}
+	cool := backoff(t.loadBad)
+	t.coolUntil = now.Add(cool)
+	s.refuseAll(now, t, &Refusal{Code: LoadFailed, RetryAfter: cool, Message: fmt.Sprintf("consumer %q could not be loaded: %s", t.cfg.Name, why)})
+}
+
+// unloadByHand closes the gate of a loaded slot for good; the rest follows.
+func (s *State) unloadByHand(now time.Time, slotName string) {
+	v := s.named[slotName]
+	if v == nil || !v.cfg.CanUnload || s.cfg.Mode != Evicting {
+		return
+	}
+	if v.state == Ready || v.state == Unknown {
+		if t := v.gate.target; t != nil {
+			t.want.victim = nil
+		}
+		since := now
+		if v.gate.closed {
+			since = v.gate.since
+		}
+		v.gate = gate{closed: true, since: since}
+		s.pump(now)
+	}
+}
+
+// vanish is the edge of a slot whose memory went without us: a crash, or its own doing.
+func (s *State) vanish(now time.Time, sl *slot, why string) {
+	s.cards(sl, func(c *card, h *holding) {
+		h.residue, h.baseOut = s.leftBehind(c, sl)
+		h.base, h.baseFree, h.frozen = h.residue, c.Free, false
+		h.booking, h.drop, h.hasMeas = 0, 0, false
+	})
+	if t := sl.gate.target; t != nil && t.want.victim == sl {
+		t.want.victim = nil
+	}
+	if sl.held > 0 { // the work that went on there is gone with it
+		s.ended(sl.held)
+		sl.held = 0
+		s.unlock(sl)
+	}
+	sl.gate, sl.settled = gate{}, false
+	s.to(now, sl, Idle)
+	s.decide(Decision{At: now, Kind: "gone", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: why})
+}
+
+// leftBehind is what a slot that is not loaded any more may still hold of a
+// GPU, until samples show it free, and what outsiders hold beside it.
+func (s *State) leftBehind(c *card, sl *slot) (residue, outsiders gpu.Bytes) {
+	if !c.Known {
+		return 0, 0
+	}
+	l, at := s.ledger(c, sl)
+	rest := l.Used
+	for i, seen := range l.Seen {
+		if i != at {
+			rest -= seen
+		}
+	}
+	return clamp(rest, 0, l.Seen[at]), l.Outsiders
+}
+
+// flush calls the unload route of an IDLE lazy server that was never called:
+// it may have been loaded before we came (accounting §3).
+func (s *State) flush(now time.Time, v *slot) {
+	s.stopNow(now, v)
+	v.stop.flush = true
+}
+
+func (s *State) flushed(now time.Time, v *slot, failure string) {
+	v.stop = stopping{}
+	why := "its unload route was called, since it may have been loaded before the broker came"
+	if failure != "" {
+		why += ": " + failure
+	}
+	s.decide(Decision{At: now, Kind: "flushed", Slot: v.cfg.Name, GPU: v.gpu(), Reason: why})
+	for _, t := range s.slots { // its memory has time to come back
+		if !t.want.blocked.IsZero() {
+			t.want.blocked = now
+		}
+	}
+}
+
+// retire unloads a slot that is not in the config any more, once nobody waits for it.
+func (s *State) retire(now time.Time, sl *slot) {
+	if sl.queue.count > 0 || sl.busy() {
+		return
+	}
+	if sl.cfg.CanUnload && s.cfg.Mode == Evicting && !sl.gate.closed && (sl.state == Ready || sl.state == Unknown) && s.due(now, sl.retryAt) {
+		sl.gate = gate{closed: true, since: now}
+	}
+}
+
+// dropGone forgets the removed slots that hold nothing any more.
+func (s *State) dropGone() bool {
+	kept := s.slots[:0]
+	for _, sl := range s.slots {
+		over := sl.gone && sl.queue.count == 0 && !sl.busy() &&
+			(sl.state == Idle && !sl.stop.flush || !sl.cfg.CanUnload && sl.state != Loading && sl.state != Stopping || s.cfg.Mode != Evicting)
+		if !over {
+			kept = append(kept, sl)
+			continue
+		}
+		delete(s.named, sl.cfg.Name)
+		s.emit(Effect{Kind: Dropped, Slot: sl.cfg.Name})
+	}
+	changed := len(kept) < len(s.slots)
+	clear(s.slots[len(kept):])
+	s.slots = kept
+	return changed
+}
+
+func name(sl *slot) string {
+	if sl == nil {
+		return ""
+	}
+	return sl.cfg.Name
+}

@@ -1,0 +1,340 @@
+package scheduler
+
+import (
+	"fmt"
+	"time"
+)
+
+// submit takes a job in: it is admitted at once, queued or refused. The first
+// effect is about this job.
+func (s *State) submit(now time.Time, e *Submit) {
+	sl := s.named[e.Slot]
+	if e.IfFree && (sl == nil || s.waiting > 0 || !s.open(sl) || !s.lockFree(sl) || s.refusesNew(sl, e.Slot) != nil) {
+		s.emit(Effect{Kind: NotNow, Slot: e.Slot})
+		return
+	}
+	s.counts.Jobs++
+	if r := s.refusesNew(sl, e.Slot); r != nil {
+		s.counts.Refused++
+		s.emit(Effect{Kind: Refuse, Slot: e.Slot, Refusal: r})
+		return
+	}
+	j := s.jobs.take()
+	j.slot, j.priority, j.submitted, j.deadline = sl, e.Priority, e.Submitted, e.Deadline
+	if j.submitted.IsZero() {
+		j.submitted = now
+	}
+	if s.waiting == 0 && s.open(sl) && s.lockFree(sl) { // the warm path: nobody waits, everything is there
+		s.start(now, j)
+		return
+	}
+	s.emit(Effect{Kind: Queued, Job: j.id, Slot: e.Slot})
+	s.enqueue(j)
+	switch {
+	case s.waiting > s.cfg.MaxQueue: // it runs at once or not at all: nothing is unloaded or loaded for it
+		s.admitReady(now)
+		if j.state == jobWaiting {
+			s.refuse(now, j, &Refusal{Code: QueueFull, RetryAfter: 5 * time.Second,
+				Message: fmt.Sprintf("%d requests wait already: try again later, or raise max_queue", s.cfg.MaxQueue)})
+		}
+	case sl.queue.head() == j:
+		s.pump(now)
+	default: // whatever can be done for this slot is being done already
+	}
+}
+
+// refusesNew says why a job for a slot can't even be taken in.
+func (s *State) refusesNew(sl *slot, name string) *Refusal {
+	switch {
+	case sl == nil:
+		return &Refusal{Code: UnknownConsumer, Message: fmt.Sprintf("there is no consumer %q", name)}
+	case sl.cfg.Disabled:
+		return &Refusal{Code: NotRunning, RetryAfter: time.Minute, Message: fmt.Sprintf("consumer %q is switched off (enabled off)", name)}
+	case s.cfg.Mode == Passthrough:
+		return nil
+	}
+	return s.refusesSlot(sl)
+}
+
+// refusesSlot says why nothing can run on a slot now: its server or its GPU is bad.
+func (s *State) refusesSlot(sl *slot) *Refusal {
+	if sl.health == healthBad {
+		return &Refusal{Code: Unhealthy, RetryAfter: 5 * time.Second,
+			Message: fmt.Sprintf("the server of consumer %q is unhealthy: %s", sl.cfg.Name, sl.detail)}
+	}
+	if s.cfg.Mode != Evicting || !s.sampled {
+		return nil
+	}
+	for _, h := range sl.on {
+		c := s.card(h.card)
+		switch {
+		case c == nil:
+			return &Refusal{Code: GPULost, RetryAfter: 30 * time.Second,
+				Message: fmt.Sprintf("consumer %q wants GPU %d, and no such GPU is known: %s", sl.cfg.Name, h.card, orElse(s.blind, "the driver does not list it"))}
+		case c.Lost:
+			return &Refusal{Code: GPULost, RetryAfter: 30 * time.Second,
+				Message: fmt.Sprintf("GPU %d of consumer %q is lost: %s", h.card, sl.cfg.Name, c.Reason)}
+		}
+	}
+	return nil
+}
+
+// open says whether a job of the slot could run now, were the lock free.
+func (s *State) open(sl *slot) bool {
+	return s.cfg.Mode == Passthrough ||
+		sl.state == Ready && !sl.gate.closed && sl.health == healthGood && sl.hasPlace()
+}
+
+// hasPlace says whether one more job may run on the slot. Putting work into the
+// queue of an async server is not bounded (spec §12.3).
+func (sl *slot) hasPlace() bool { return sl.cfg.Async || sl.active < sl.cfg.Concurrency }
+
+// lockFree says whether nobody else computes on the slot's GPUs.
+func (s *State) lockFree(sl *slot) bool {
+	if sl.cfg.LockNone || s.cfg.Mode == Passthrough {
+		return true
+	}
+	for _, l := range s.locks {
+		if l.owner != nil && l.owner != sl && (s.cfg.LockGlobal || sl.hold(l.gpu) != nil) {
+			return false
+		}
+	}
+	return true
+}
+
+func (s *State) enqueue(j *job) {
+	j.state = jobWaiting
+	j.slot.queue.push(j)
+	j.slot.emptyAt = time.Time{}
+	s.deadlines.add(j)
+	s.waiting++
+}
+
+// dequeue takes a waiting job out of its queue.
+func (s *State) dequeue(now time.Time, j *job) {
+	j.slot.queue.remove(j)
+	s.deadlines.drop(j)
+	s.waiting--
+	if j.slot.queue.count == 0 {
+		j.slot.why = ""
+		j.slot.want = target{victim: j.slot.want.victim} // what was tried for those who waited says nothing about the next
+		if j.slot.state == Loading {
+			j.slot.emptyAt = now
+		}
+	}
+}
+
+// start admits a job.
+func (s *State) start(now time.Time, j *job) {
+	sl := j.slot
+	if j.state == jobWaiting {
+		s.dequeue(now, j)
+	}
+	j.state = jobRunning
+	s.running++
+	s.counts.LastWait = now.Sub(j.submitted)
+	sl.active++
+	sl.started++
+	sl.lastPrio = j.priority
+	if !sl.cfg.LockNone {
+		for _, l := range s.locks {
+			if s.cfg.LockGlobal || sl.hold(l.gpu) != nil {
+				l.owner = sl
+			}
+		}
+	}
+	s.emit(Effect{Kind: Admit, Job: j.id, Slot: sl.cfg.Name})
+}
+
+// refuse ends a waiting job with an error.
+func (s *State) refuse(now time.Time, j *job, r *Refusal) {
+	s.dequeue(now, j)
+	s.counts.Refused++
+	s.emit(Effect{Kind: Refuse, Job: j.id, Slot: j.slot.cfg.Name, Refusal: r})
+	s.decide(Decision{At: now, Kind: "refuse", Slot: j.slot.cfg.Name, GPU: j.slot.gpu(), Code: r.Code, Reason: r.Message})
+	s.jobs.put(j)
+}
+
+// refuseAll refuses all who wait for a slot.
+func (s *State) refuseAll(now time.Time, sl *slot, r *Refusal) {
+	for sl.queue.count > 0 {
+		s.refuse(now, sl.queue.head(), r)
+	}
+}
+
+func (sl *slot) gpu() int {
+	if len(sl.on) == 0 {
+		return -1
+	}
+	return sl.on[0].card
+}
+
+// cancel takes a job back whose client left.
+func (s *State) cancel(now time.Time, id JobID) {
+	j := s.jobs.get(id)
+	switch {
+	case j == nil:
+		return
+	case j.state == jobRunning: // it was admitted meanwhile
+		s.release(now, id, NoAnswer)
+		return
+	}
+	head := j.slot.queue.head() == j
+	s.dequeue(now, j)
+	j.slot.leftAt = now
+	s.counts.Cancelled++
+	s.jobs.put(j)
+	if head {
+		s.pump(now)
+	}
+}
+
+// release ends an admitted job. A second release of it does nothing.
+func (s *State) release(now time.Time, id JobID, outcome Outcome) {
+	j := s.jobs.get(id)
+	if j == nil || j.state != jobRunning {
+		return
+	}
+	sl := j.slot
+	s.jobs.put(j)
+	sl.active--
+	sl.idleAt = now
+	worked := outcome == Served || outcome == Accepted || outcome == ServerDied
+	if worked {
+		sl.lastUse = now
+	}
+	if outcome == Accepted && sl.cfg.CanBusy {
+		sl.held++
+		sl.heldAt = now
+		s.ask(sl, 0)
+	} else {
+		s.ended(1)
+		if sl.first == id {
+			s.warm(now, sl)
+		}
+		if worked {
+			sl.settled = true
+		}
+	}
+	s.unlock(sl)
+	switch outcome {
+	case DialRefused:
+		s.refused(now, sl)
+	case ServerDied:
+		s.emit(Effect{Kind: ProbeNow, Slot: sl.cfg.Name})
+	}
+	if s.waiting > 0 || sl.gate.closed || sl.gone {
+		s.pump(now)
+	}
+}
+
+func (s *State) ended(n int) {
+	s.running -= n
+	s.counts.Ended += uint64(n)
+}
+
+// warm ends the transition that the first job of a lazy slot is.
+func (s *State) warm(now time.Time, sl *slot) {
+	sl.first, sl.warming = 0, false
+	sl.since = now // what a probe saw before is of no use: the server was still loading
+}
+
+// unlock gives the lock back if the slot computes no more.
+func (s *State) unlock(sl *slot) {
+	if sl.busy() {
+		return
+	}
+	for _, l := range s.locks {
+		if l.owner == sl {
+			l.owner = nil
+		}
+	}
+}
+
+// refused acts on a connection that a server refused: its process is gone, or
+// comes back just now. Its state is taken anew from a probe (spec §1.11).
+func (s *State) refused(now time.Time, sl *slot) {
+	s.emit(Effect{Kind: ProbeNow, Slot: sl.cfg.Name})
+	if !sl.cfg.CanProbe {
+		return
+	}
+	if sl.health == healthGood {
+		sl.health, sl.timeouts = healthUnknown, 0
+	}
+	if s.cfg.Mode == Evicting && sl.state == Ready && !sl.busy() {
+		s.vanish(now, sl, "a connection to its server was refused")
+	}
+	sl.since = now
+}
+
+// ask sends for word whether a server works.
+func (s *State) ask(sl *slot, after time.Duration) {
+	if sl.asking {
+		return
+	}
+	sl.asking = true
+	s.emit(Effect{Kind: CheckBusy, Slot: sl.cfg.Name, After: after})
+}
+
+// busyPoll is how often a server is asked whether its work is done.
+const busyPoll = 250 * time.Millisecond
+
+// busyAnswer ends held jobs, or a drain, once the server itself says that it is idle.
+func (s *State) busyAnswer(now time.Time, e BusyAnswer) {
+	sl := s.named[e.Slot]
+	if sl == nil {
+		return
+	}
+	sl.asking = false
+	switch {
+	case e.Busy:
+	case sl.held > 0 && !e.Sent.Before(sl.heldAt):
+		s.ended(sl.held)
+		sl.held = 0
+		sl.idleAt, sl.lastUse, sl.settled = now, now, true
+		if sl.active == 0 {
+			s.warm(now, sl)
+		}
+		s.unlock(sl)
+		fallthrough
+	default:
+		if sl.gate.closed && !sl.busy() && !e.Sent.Before(sl.idleAt) && !e.Sent.Before(sl.gate.since) {
+			sl.gate.clear = true
+		}
+	}
+	if sl.held > 0 {
+		s.ask(sl, busyPoll)
+	}
+	s.pump(now)
+	if sl.gate.closed && sl.state != Stopping && !sl.gate.clear && !sl.busy() {
+		s.ask(sl, busyPoll)
+	}
+}
+
+// expire refuses the jobs whose budget has ended.
+func (s *State) expire(now time.Time) {
+	for len(s.deadlines) > 0 && !now.Before(s.deadlines[0].deadline) {
+		j := s.deadlines[0]
+		s.refuse(now, j, &Refusal{Code: BudgetExceeded, Message: fmt.Sprintf(
+			"consumer %q could not be served within the request's budget of %s: %s", j.slot.cfg.Name, j.deadline.Sub(j.submitted).Round(time.Millisecond), orElse(j.slot.why, "others were before it"))})
+	}
+}
+
+// sweep refuses all who wait for a slot on which nothing can run.
+func (s *State) sweep(now time.Time) {
+	for _, sl := range s.slots {
+		if sl.queue.count == 0 {
+			continue
+		}
+		if r := s.refusesSlot(sl); r != nil {
+			s.refuseAll(now, sl, r)
+		}
+	}
+}
+
+func orElse(s, other string) string {
+	if s == "" {
+		return other
+	}
+	return s
+}

@@ -1,0 +1,303 @@
+package scheduler
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// configure takes a new configuration. What is known of the slots that stay is kept.
+func (s *State) configure(now time.Time, cfg Config) {
+	old := s.cfg.Mode
+	first := s.cfg.Slots == nil
+	s.cfg = cfg
+	for _, sl := range s.slots {
+		if !slices.ContainsFunc(cfg.Slots, func(c SlotConfig) bool { return c.Name == sl.cfg.Name }) {
+			sl.gone = true
+		}
+	}
+	slots := make([]*slot, 0, len(cfg.Slots)+len(s.slots))
+	for _, c := range cfg.Slots {
+		sl := s.named[c.Name]
+		if sl == nil {
+			sl = &slot{}
+			s.named[c.Name] = sl
+		}
+		s.adopt(now, sl, c, old != cfg.Mode && !first)
+		slots = append(slots, sl)
+	}
+	for _, sl := range s.slots {
+		if sl.gone {
+			slots = append(slots, sl)
+		}
+	}
+	s.slots = slots
+	s.reindex()
+	s.pump(now)
+}
+
+// adopt gives a slot its settings. A slot that is new, or comes from another kind of scheduler, starts anew.
+func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
+	fresh := sl.cfg.Name == "" || anew && !sl.busy()
+	probes := sl.cfg.CanProbe
+	moved := !slices.Equal(sl.cfg.GPUs, c.GPUs)
+	if sl.gone && sl.gate.closed && sl.gate.target == nil && sl.state != Stopping {
+		s.reopen(now, sl, "it is in the configuration again")
+	}
+	sl.cfg, sl.gone = c, false
+	if fresh || moved && sl.state == Idle {
+		sl.on = nil
+		for _, index := range c.GPUs {
+			sl.on = append(sl.on, &holding{card: index, known: -1})
+		}
+	}
+	if fresh {
+		sl.state, sl.since, sl.idleAt = s.startState(&c), now, time.Time{}
+		sl.stop, sl.gate, sl.readyAt, sl.want = stopping{}, gate{}, now, target{}
+	}
+	if fresh || probes != c.CanProbe {
+		sl.health = healthGood
+		if c.CanProbe {
+			sl.health = healthUnknown
+		}
+	}
+	for _, h := range sl.on {
+		switch sl.state {
+		case Unknown:
+			h.booking = sl.claim()
+		case Ready:
+			h.booking = max(h.booking, sl.claim())
+		}
+	}
+}
+
+// startState is the first state of a slot (accounting §2).
+func (s *State) startState(c *SlotConfig) SlotState {
+	switch {
+	case s.cfg.Mode != Evicting:
+		return Ready
+	case c.CanUnload && !c.CanLoad && !c.CanTell:
+		return Idle // lazy: else its first request would skip the fit
+	default:
+		return Unknown
+	}
+}
+
+// reindex numbers the slots in their order, and sees to it that each of their GPUs has a lock.
+func (s *State) reindex() {
+	for i, sl := range s.slots {
+		sl.order = i
+		for _, h := range sl.on {
+			if !slices.ContainsFunc(s.locks, func(l *lock) bool { return l.gpu == h.card }) {
+				s.locks = append(s.locks, &lock{gpu: h.card})
+			}
+		}
+	}
+}
+
+// healthTimeouts is how many time-outs in a row make a server unhealthy (spec §1.5).
+const healthTimeouts = 3
+
+// probed takes in a server's own word. What was sent before the last change of
+// state ended is out of date, and a server that loads or stops is not asked.
+func (s *State) probed(now time.Time, e Probed) {
+	sl := s.named[e.Slot]
+	if sl == nil || e.Sent.Before(sl.since) || sl.state == Loading || sl.state == Stopping || sl.stop.flush {
+		return
+	}
+	switch e.Outcome {
+	case ProbeTimedOut:
+		if sl.busy() || e.Sent.Before(sl.idleAt) {
+			break // it computes, or did meanwhile: no evidence
+		}
+		if sl.timeouts++; sl.timeouts >= healthTimeouts {
+			s.sick(sl, now, fmt.Sprintf("no answer to %d probes in a row", sl.timeouts))
+		}
+	case ProbeWrong:
+		s.sick(sl, now, e.Detail)
+	case ProbeRefused:
+		s.sick(sl, now, e.Detail)
+		if s.cfg.Mode == Evicting && (sl.state == Ready || sl.state == Unknown) && sl.active == 0 {
+			s.vanish(now, sl, "its server does not listen any more")
+		}
+	case ProbeAnswered:
+		if sl.health == healthBad {
+			s.decide(Decision{At: now, Kind: "healthy", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: "its server answers again"})
+		}
+		sl.health, sl.timeouts, sl.detail = healthGood, 0, ""
+		if s.cfg.Mode == Evicting {
+			s.told(now, sl, e)
+		}
+	}
+	s.pump(now)
+}
+
+func (s *State) sick(sl *slot, now time.Time, detail string) {
+	if sl.health != healthBad {
+		s.decide(Decision{At: now, Kind: "unhealthy", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: detail})
+	}
+	sl.health, sl.detail = healthBad, detail
+}
+
+// told takes in what a server says of its residency.
+func (s *State) told(now time.Time, sl *slot, e Probed) {
+	switch {
+	case e.Loaded == Yes && (sl.state == Unknown || sl.state == Idle):
+		for _, h := range sl.on { // booked, never refused
+			h.booking, h.residue = max(sl.claim(), h.residue), 0
+		}
+		s.to(now, sl, Ready)
+		sl.settled = true
+		s.decide(Decision{At: now, Kind: "adopt", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: "its server says that it is loaded"})
+	case e.Loaded == No && sl.state == Unknown:
+		s.to(now, sl, Idle)
+	case e.Loaded == No && sl.state == Ready && !sl.busy() && !sl.warming && !e.Sent.Before(sl.lastUse): // the newer wins
+		s.vanish(now, sl, "its server says that it is not loaded any more")
+	}
+	if e.Resident > 0 && sl.state == Ready {
+		for _, h := range sl.on { // its word may raise a booking, never lower it
+			h.booking = max(h.booking, e.Resident/gpu.Bytes(len(sl.on)))
+		}
+	}
+}
+
+// sample takes in a look at the GPUs.
+func (s *State) sample(now time.Time, e Sampled) {
+	s.sampled, s.blind = true, e.Lost
+	if e.First && e.Lost == "" {
+		s.gpus = slices.DeleteFunc(s.gpus, func(c *card) bool {
+			return !slices.ContainsFunc(e.Devices, func(d Device) bool { return d.UUID == c.UUID })
+		})
+	}
+	if e.Lost != "" {
+		for _, c := range s.gpus { // telemetry is gone, the GPUs are not: book-keeping goes on
+			if c.Known {
+				s.decide(Decision{At: now, Kind: "telemetry_lost", GPU: c.Index, Reason: e.Lost})
+			}
+			c.Known, c.Reason = false, e.Lost
+		}
+	}
+	for _, d := range e.Devices {
+		c := s.cardOf(d.UUID)
+		if c == nil {
+			c = &card{Device: Device{UUID: d.UUID, Index: d.Index}}
+			s.gpus = append(s.gpus, c)
+		}
+		if d.Lost != c.Lost {
+			s.decide(Decision{At: now, Kind: "gpu_" + map[bool]string{true: "lost", false: "back"}[d.Lost], GPU: d.Index, Reason: d.Reason})
+		}
+		if d.Outsiders == nil {
+			d.Outsiders = c.Outsiders
+		}
+		if d.Lost && d.Total == 0 {
+			d.Total = c.Total
+		}
+		c.Device, c.seenAt = d, e.At
+		s.follow(c)
+	}
+	slices.SortFunc(s.gpus, func(a, b *card) int { return a.Index - b.Index })
+	if s.waiting > 0 || s.unsettled() {
+		s.pump(now)
+	}
+}
+
+func (s *State) cardOf(uuid string) *card {
+	for _, c := range s.gpus {
+		if c.UUID == uuid {
+			return c
+		}
+	}
+	return nil
+}
+
+// unsettled says whether a hand-over is under way, so that memory matters at once.
+func (s *State) unsettled() bool {
+	for _, sl := range s.slots {
+		if sl.stop.called || sl.gate.closed || sl.gone {
+			return true
+		}
+	}
+	return false
+}
+
+// follow brings the slots' parts of a GPU up to date with a new reading.
+func (s *State) follow(c *card) {
+	for _, sl := range s.slots {
+		h := sl.hold(c.Index)
+		if h == nil {
+			continue
+		}
+		if c.Measured != nil {
+			h.measured, h.hasMeas = c.Measured[sl.cfg.Name], false
+			_, h.hasMeas = c.Measured[sl.cfg.Name]
+			if h.hasMeas && (sl.state == Ready || sl.state == Loading) {
+				h.booking = max(h.booking, h.measured)
+			}
+		}
+		if !c.Known {
+			continue
+		}
+		if (sl.state == Loading || sl.state == Ready) && !h.frozen {
+			h.drop = clamp(h.loadFree-c.Free, 0, h.booking)
+		}
+	}
+	if !c.Known {
+		return
+	}
+	for _, sl := range s.slots { // residues are capped anew by what nobody else explains
+		h := sl.hold(c.Index)
+		if h == nil || sl.state != Idle {
+			continue
+		}
+		if h.hasMeas && c.Measured != nil {
+			h.residue = h.measured
+		}
+		if h.hasMeas || h.residue == 0 {
+			h.known = min(h.known, h.residue)
+			continue
+		}
+		l, at := s.ledger(c, sl)
+		rest := l.Used
+		for i, seen := range l.Seen {
+			if i != at {
+				rest -= seen
+			}
+		}
+		if !h.frozen {
+			h.residue = min(h.residue, h.base-(c.Free-h.baseFree), rest-h.baseOut)
+		}
+		h.residue = max(0, min(h.residue, rest))
+		h.known = min(h.known, h.residue) // it came back late: the next unload may be trusted to give as much
+	}
+}
+
+// ledger is the account of a GPU, and the position of a slot in it (-1: not there).
+func (s *State) ledger(c *card, of *slot) (Ledger, int) {
+	sh := s.sheet(c, nil)
+	at := slices.Index(sh.slots, of)
+	return account(sh.card, sh.entries, nil), at
+}
+
+// FastSampling says whether a hand-over waits for memory, so that samples
+// should come as fast as the sampler can.
+func (s *State) FastSampling() bool {
+	for _, sl := range s.slots {
+		if sl.stop.called {
+			return true
+		}
+	}
+	return false
+}
+
+// Transitions says whether a load or unload is under way: the process lists of
+// samples are then worth their price less often.
+func (s *State) Transitions() bool {
+	for _, sl := range s.slots {
+		if sl.state == Loading || sl.state == Stopping {
+			return true
+		}
+	}
+	return false
+}

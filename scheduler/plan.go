@@ -1,0 +1,460 @@
+package scheduler
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// Figures of policy §1 that have no knob.
+const (
+	defaultSwitch  = 20 * time.Second // S of a slot whose load was never measured
+	defaultCushion = 256 * gpu.MiB
+	unifiedCushion = 4 * gpu.GiB
+)
+
+// admitReady is rules 1 and 7 of the policy: who runs among those that are
+// loaded. It says whether anybody was admitted.
+func (s *State) admitReady(now time.Time) (progress bool) {
+	for s.admitOne(now) {
+		progress = true
+	}
+	return progress
+}
+
+// admitOne admits the first job that may run. The slots are looked at in the
+// order (priority, submitted at) of their heads; one that must wait for a lock
+// keeps those locks from later ones, but for the owner's bounded overtaking.
+func (s *State) admitOne(now time.Time) bool {
+	if s.waiting == 0 {
+		return false
+	}
+	s.scratch = s.scratch[:0]
+	for _, sl := range s.slots {
+		if sl.queue.count > 0 && (s.open(sl) || sl.want.lock) {
+			s.scratch = append(s.scratch, sl)
+		}
+	}
+	slices.SortStableFunc(s.scratch, func(a, b *slot) int { return before(a.queue.head(), b.queue.head()) })
+	for i, sl := range s.scratch {
+		if sl.want.lock {
+			continue // plan loads it and admits its job in one step
+		}
+		if sl.cfg.LockNone || s.cfg.Mode == Passthrough || s.lockFree(sl) && s.mayOvertake(sl, s.scratch[:i]) {
+			s.admitHead(now, sl)
+			return true
+		}
+		sl.why = "waits for the lock of its GPU"
+	}
+	return false
+}
+
+func (s *State) admitHead(now time.Time, sl *slot) {
+	j := sl.queue.head()
+	if sl.cfg.lazy() && sl.started == 0 && sl.state == Ready && !sl.settled && s.cfg.Mode == Evicting {
+		sl.first, sl.warming = j.id, true
+	}
+	s.start(now, j)
+}
+
+// mayOvertake is the bound of rule 7: a job of the lock's owner goes before an
+// older one of another slot only if that is no more urgent and older by at most lock_overtake.
+func (s *State) mayOvertake(sl *slot, earlier []*slot) bool {
+	mine := sl.queue.head()
+	for _, o := range earlier {
+		if o.cfg.LockNone || !s.share(sl, o) {
+			continue
+		}
+		b := o.queue.head()
+		if !sl.busy() || mine.priority > b.priority || mine.submitted.Sub(b.submitted) > s.cfg.LockOvertake {
+			return false
+		}
+	}
+	return true
+}
+
+// share says whether two slots need a lock in common.
+func (s *State) share(a, b *slot) bool {
+	return s.cfg.LockGlobal || overlap(a, b)
+}
+
+// overlap says whether two slots are on a GPU in common.
+func overlap(a, b *slot) bool {
+	return slices.ContainsFunc(a.on, func(h *holding) bool { return b.hold(h.card) != nil })
+}
+
+// before orders jobs by (priority, submitted at).
+func before(a, b *job) int {
+	if a.priority != b.priority {
+		return a.priority - b.priority
+	}
+	return a.submitted.Compare(b.submitted)
+}
+
+// cold says whether the slot is a target once jobs wait for it.
+func (sl *slot) cold() bool { return sl.state == Idle || sl.state == Unknown }
+
+// plan serves the cold targets in the order (priority, age): it starts their
+// loads, closes gates, or says why they wait. It says whether jobs may be admitted now that could not before.
+func (s *State) plan(now time.Time) (progress bool) {
+	if s.waiting == 0 || s.cfg.Mode != Evicting {
+		return false
+	}
+	for _, c := range s.gpus {
+		c.reserved = nil
+	}
+	defer func() { // who kept the lock free for a lazy target that does not come now?
+		for _, sl := range s.slots {
+			progress = progress || sl.want.hadLock && !sl.want.lock
+			sl.want.hadLock = false
+		}
+	}()
+	for _, sl := range s.slots {
+		sl.want.hadLock, sl.want.lock = sl.want.lock, false
+	}
+	targets := s.scratch[:0]
+	for _, sl := range s.slots {
+		if sl.queue.count > 0 && sl.cold() {
+			targets = append(targets, sl)
+		}
+	}
+	slices.SortStableFunc(targets, func(a, b *slot) int {
+		if d := a.queue.head().priority - b.queue.head().priority; d != 0 {
+			return d
+		}
+		return a.ageStart().Compare(b.ageStart())
+	})
+	s.scratch = targets
+	for i, t := range targets {
+		if s.planTarget(now, t) {
+			for _, rest := range targets[i+1:] { // planned anew on what has changed
+				rest.want.lock = rest.want.hadLock
+			}
+			return true
+		}
+	}
+	return false
+}
+
+// ageStart is when the age of a cold target begins: with its oldest submission that was not served.
+func (sl *slot) ageStart() time.Time {
+	at, _ := sl.queue.oldest(int(^uint(0) >> 1))
+	return at
+}
+
+// switchCost is S of the policy: what a switch to the slot costs.
+func (sl *slot) switchCost() time.Duration {
+	if sl.loadCost.known {
+		return sl.loadCost.value + sl.stopCost.value
+	}
+	if sl.cfg.SwitchCost > 0 {
+		return sl.cfg.SwitchCost
+	}
+	return defaultSwitch
+}
+
+// bound is B of the policy: how far warm jobs may overtake the cold target.
+func (s *State) bound(t *slot) time.Duration {
+	b := clamp(time.Duration(s.cfg.Overtake*float64(t.switchCost())), s.cfg.OvertakeMin, s.cfg.OvertakeMax)
+	if t.cfg.Budget > 0 {
+		b = min(b, t.cfg.Budget/2)
+	}
+	return b
+}
+
+// planTarget does for one cold target what can be done now.
+func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
+	if t.health == healthUnknown || !s.sampled {
+		t.why = "waits for the first probe"
+		return false
+	}
+	if !s.due(now, t.coolUntil) {
+		t.why = "cools down after a failed load"
+		return false
+	}
+	if t.gate.closed { // it is about to be unloaded: it claims nothing before that is over
+		t.why = "waits until it has been unloaded"
+		return false
+	}
+	if r := s.neverFits(t); r != nil {
+		s.refuseAll(now, t, r)
+		return true
+	}
+	if v := t.want.victim; v != nil {
+		if v.state != Stopping && s.fits(t) && !t.want.extra {
+			s.reopen(now, v, fmt.Sprintf("%s fits without its going", t.cfg.Name))
+			return true
+		}
+		t.why = fmt.Sprintf("waits for %s to make room", v.cfg.Name)
+		s.reserve(t)
+		return false
+	}
+	for _, h := range t.on {
+		if r := s.card(h.card).reserved; r != nil && r != t {
+			t.why = fmt.Sprintf("waits behind %s, which is overdue", r.cfg.Name)
+			return false
+		}
+		if o := s.transition(h.card); o != nil {
+			if o.state == Loading && s.abandonedFor(now, t, o) {
+				s.close(now, o, t, unloadReason(t))
+				return true
+			}
+			t.why = fmt.Sprintf("waits for the load or unload of %s", o.cfg.Name)
+			return false
+		}
+	}
+	if s.fits(t) && !t.want.extra {
+		return s.begin(now, t)
+	}
+	if n := len(t.want.tries); n > 0 && n >= t.want.planned+s.cfg.MaxEvictions { // more unloads would not help either
+		if v := s.unflushed(t); v != nil {
+			s.flush(now, v)
+			return false
+		}
+		s.exhausted(now, t, "unloads did not bring the memory back")
+		return true
+	}
+	if plan := s.choose(t, func(v *slot) bool { return s.permittedNow(now, t, v) }); plan != nil {
+		if t.want.planned == 0 {
+			t.want.planned = len(plan)
+		}
+		s.close(now, plan[0], t, unloadReason(t))
+		return true
+	}
+	return s.wait(now, t)
+}
+
+// abandonedFor says whether the load of o is to be broken off for t: nobody
+// waits for it any more, and t needs its room.
+func (s *State) abandonedFor(now time.Time, t, o *slot) bool {
+	may := func(v *slot) bool { return s.permittedNow(now, t, v) }
+	return may(o) && !s.fits(t) && slices.Contains(s.choose(t, may), o)
+}
+
+// begin loads a target that fits, unless another loads inside its first job.
+func (s *State) begin(now time.Time, t *slot) bool {
+	t.want.blocked = time.Time{}
+	for _, h := range t.on {
+		if w := s.warmer(h.card); w != nil {
+			t.why = fmt.Sprintf("waits for the first job of %s, inside which it loads", w.cfg.Name)
+			return false
+		}
+	}
+	if t.cfg.lazy() && !s.mayEnter(t) {
+		t.why, t.want.lock = "waits for the lock of its GPU", true
+		return false
+	}
+	t.why = "is being loaded"
+	s.load(now, t)
+	if t.cfg.lazy() {
+		s.admitHead(now, t)
+	}
+	return true
+}
+
+// mayEnter says whether the first job of a lazy slot can have the lock. It is
+// admitted in the step that loads the slot, so its turn comes as for a loaded one.
+func (s *State) mayEnter(t *slot) bool {
+	if t.cfg.LockNone {
+		return true
+	}
+	if !s.lockFree(t) {
+		return false
+	}
+	for _, o := range s.slots {
+		if o.queue.count > 0 && !o.cfg.LockNone && s.open(o) && s.share(o, t) && before(o.queue.head(), t.queue.head()) < 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func (s *State) reserve(t *slot) {
+	s.cards(t, func(c *card, _ *holding) {
+		if c.reserved == nil {
+			c.reserved = t
+		}
+	})
+}
+
+// permitted says whether v may ever be unloaded for t, whatever it does now (spec §3.2).
+func (s *State) permitted(t, v *slot) bool {
+	return v != t && s.protects(t, v) == "" && v.state != Idle && overlap(t, v)
+}
+
+// protects names what keeps v from being unloaded for t.
+func (s *State) protects(t, v *slot) string {
+	switch {
+	case v.cfg.Pin:
+		return "pin"
+	case v.cfg.NoEvict:
+		return "no_evict"
+	case v.cfg.VRAMManaged:
+		return "vram_managed"
+	case slices.Contains(t.cfg.Coexist, v.cfg.Name):
+		return fmt.Sprintf("can_coexist_with of %s", t.cfg.Name)
+	case !v.cfg.CanUnload:
+		return "no unload route"
+	default:
+		return ""
+	}
+}
+
+// permittedNow adds rules 2, 3 and 4 of the policy: may v go at this moment?
+func (s *State) permittedNow(now time.Time, t, v *slot) bool {
+	if !s.permitted(t, v) || v.gate.closed || v.state == Stopping || !s.due(now, v.retryAt) {
+		return false
+	}
+	s.due(now, t.ageStart().Add(s.bound(t)))
+	age, b := now.Sub(t.ageStart()), s.bound(t)
+	switch {
+	case v.state == Unknown:
+		return v.health != healthUnknown && v.queue.count == 0
+	case v.state == Loading: // abandoned
+		return v.queue.count == 0 && s.due(now, v.emptyAt.Add(s.cfg.AbandonAfter))
+	case !v.busy() && v.queue.count == 0: // rule 2
+		keep := max(time.Duration(s.cfg.Hold*float64(v.switchCost())), v.cfg.KeepAlive)
+		return age >= b || s.due(now, later(v.idleAt, v.leftAt).Add(keep))
+	}
+	// Rule 3: by the age of its next job, relative to the target's.
+	next, waits := v.queue.oldest(t.queue.head().priority)
+	if !waits {
+		next = now
+	}
+	if next.Sub(t.ageStart()) < b {
+		return false
+	}
+	// Rule 4: no thrash.
+	if v.started == 0 || !s.due(now, v.readyAt.Add(v.switchCost())) {
+		return false
+	}
+	batch, any := v.queue.oldest(int(^uint(0) >> 1))
+	return !any || batch.After(v.readyAt) || s.due(now, v.readyAt.Add(s.cfg.OvertakeMax))
+}
+
+// choose picks the slots that must go so that t fits, out of those that may:
+// idle ones first, then by spec §3.4, only as many as needed, and without
+// those that turned out not to be. nil: all together are not enough.
+func (s *State) choose(t *slot, may func(v *slot) bool) []*slot {
+	var all []*slot
+	for _, v := range s.slots {
+		if may(v) {
+			all = append(all, v)
+		}
+	}
+	slices.SortStableFunc(all, evictOrder)
+	if len(all) == 0 {
+		return nil
+	}
+	if t.want.extra { // one that goes, though the rest would fit
+		return all[:1]
+	}
+	var chosen []*slot
+	for _, v := range all {
+		if s.fitsAfter(t, chosen...) {
+			break
+		}
+		chosen = append(chosen, v)
+	}
+	if !s.fitsAfter(t, chosen...) {
+		return nil
+	}
+	for i := len(chosen) - 2; i >= 0; i-- {
+		if rest := slices.Delete(slices.Clone(chosen), i, i+1); s.fitsAfter(t, rest...) {
+			chosen = rest
+		}
+	}
+	return chosen
+}
+
+// evictOrder: idle before busy; never used; lowest priority; least recently used (spec §3.4).
+func evictOrder(a, b *slot) int {
+	rank := func(sl *slot) int {
+		if sl.busy() || sl.queue.count > 0 {
+			return 1
+		}
+		return 0
+	}
+	if d := rank(a) - rank(b); d != 0 {
+		return d
+	}
+	if a.lastUse.IsZero() != b.lastUse.IsZero() {
+		if a.lastUse.IsZero() {
+			return -1
+		}
+		return 1
+	}
+	if d := b.lastPrio - a.lastPrio; d != 0 && !a.lastUse.IsZero() {
+		return d
+	}
+	return a.lastUse.Compare(b.lastUse)
+}
+
+// anyVictim says whether something could go for t, now or later.
+func (s *State) anyVictim(t *slot) bool {
+	return slices.ContainsFunc(s.slots, func(v *slot) bool { return s.permitted(t, v) })
+}
+
+// wait is accounting §3: the target does not fit and nothing may go now. It
+// waits where waiting can help, and is refused where it can't.
+func (s *State) wait(now time.Time, t *slot) (progress bool) {
+	could := s.choose(t, func(v *slot) bool { return s.permitted(t, v) })
+	switch {
+	case t.want.extra && len(could) == 0: // out of memory, and nobody left to make room
+		s.loadFailed(now, t, "it ran out of memory, and nothing may be unloaded for it")
+		return true
+	case len(could) > 0:
+		t.want.blocked = time.Time{}
+		t.why = "waits until it may take the memory of " + names(could)
+		if now.Sub(t.ageStart()) >= s.bound(t) {
+			s.reserve(t)
+		}
+		return false
+	}
+	why := s.inTheWay(t)
+	t.why = "waits for memory: " + why
+	if t.want.blocked.IsZero() {
+		t.want.blocked = now
+	}
+	if v := s.unflushed(t); v != nil {
+		s.flush(now, v)
+		return false
+	}
+	if !s.due(now, t.want.blocked.Add(s.cfg.OutsiderWait)) {
+		return false
+	}
+	s.exhausted(now, t, why)
+	return true
+}
+
+// unflushed is a lazy slot that is taken for IDLE, and may have been loaded before the broker came.
+func (s *State) unflushed(t *slot) *slot {
+	for _, v := range s.slots {
+		if v != t && v.state == Idle && !v.unloaded && v.started == 0 && v.cfg.CanUnload && v.cfg.lazy() && !v.cfg.CanTell && v.health == healthGood && overlap(t, v) && s.protects(t, v) == "" {
+			return v
+		}
+	}
+	return nil
+}
+
+func (s *State) exhausted(now time.Time, t *slot, why string) {
+	need, _ := s.needOf(t)
+	r := &Refusal{Code: VRAMExhausted, RetryAfter: 10 * time.Second, Detail: s.detail(t),
+		Message: fmt.Sprintf("consumer %q needs %s of GPU memory and can't get it: %s", t.cfg.Name, need, why)}
+	if len(t.want.tries) > 0 {
+		r.Message += "; tried: " + strings.Join(t.want.tries, "; ")
+	}
+	t.want = target{}
+	s.refuseAll(now, t, r)
+}
+
+func names(slots []*slot) string {
+	var b []string
+	for _, sl := range slots {
+		b = append(b, sl.cfg.Name)
+	}
+	return strings.Join(b, ", ")
+}

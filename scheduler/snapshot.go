@@ -1,0 +1,147 @@
+package scheduler
+
+import (
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// Snapshot is a copy of what people may see of the state.
+type Snapshot struct {
+	GPUs     []GPUView
+	Slots    []SlotView
+	Queue    []WaiterView // in the order of (priority, submitted at)
+	Waiting  int
+	Running  int
+	Counts   Counts
+	Degraded string // why there is no telemetry; empty: there is
+}
+
+// GPUView is one GPU.
+type GPUView struct {
+	Device
+	Used          gpu.Bytes
+	Outsiders     gpu.Bytes
+	Booked        gpu.Bytes
+	Overcommitted bool
+	Owner         string // who holds the lock
+	SeenAt        time.Time
+}
+
+// SlotView is one slot.
+type SlotView struct {
+	Name      string
+	Disabled  bool
+	Gone      bool
+	State     SlotState
+	GateOpen  bool
+	DrainFor  string
+	Health    string // unknown, healthy, unhealthy
+	Detail    string
+	Active    int
+	Held      int
+	Waiting   int
+	Why       string
+	Claim     gpu.Bytes
+	Holds     []HoldView
+	LastUse   time.Time
+	ReadyAt   time.Time
+	IdleAt    time.Time
+	LastPrio  int
+	Pinned    bool
+	CoolUntil time.Time
+	Warming   bool
+	Switch    time.Duration
+	CanUnload bool
+	CanLoad   bool
+}
+
+// HoldView is what a slot holds of one GPU.
+type HoldView struct {
+	GPU     int
+	Booking gpu.Bytes
+	Seen    gpu.Bytes
+	Residue gpu.Bytes
+}
+
+// WaiterView is one waiting job.
+type WaiterView struct {
+	Job       JobID
+	Slot      string
+	Priority  int
+	Submitted time.Time
+	Why       string
+}
+
+// snapshotQueue bounds the waiters that a snapshot lists.
+const snapshotQueue = 100
+
+// Snapshot copies what people may see. It changes nothing.
+func (s *State) Snapshot() Snapshot {
+	out := Snapshot{Waiting: s.waiting, Running: s.running, Counts: s.counts}
+	for _, c := range s.gpus {
+		l := account(s.sheet(c, nil).card, s.sheet(c, nil).entries, nil)
+		v := GPUView{Device: c.Device, Used: l.Used, Outsiders: l.Outsiders, Booked: l.Booked,
+			Overcommitted: l.Booked > c.Total-s.cfg.Reserve, Owner: name(s.owner(c.Index)), SeenAt: c.seenAt}
+		if !c.Known && !c.Lost {
+			out.Degraded = orElse(c.Reason, "no telemetry")
+			v.Free = c.Total - l.Booked
+		}
+		out.GPUs = append(out.GPUs, v)
+	}
+	for _, sl := range s.slots {
+		out.Slots = append(out.Slots, s.view(sl))
+	}
+	out.Queue = s.viewQueue()
+	return out
+}
+
+// Slot is what people may see of one slot.
+func (s *State) Slot(name string) (SlotView, bool) {
+	sl := s.named[name]
+	if sl == nil {
+		return SlotView{}, false
+	}
+	return s.view(sl), true
+}
+
+func (s *State) view(sl *slot) SlotView {
+	v := SlotView{Name: sl.cfg.Name, Disabled: sl.cfg.Disabled, Gone: sl.gone, State: sl.state, GateOpen: !sl.gate.closed, DrainFor: name(sl.gate.target),
+		Health: [...]string{"unknown", "healthy", "unhealthy"}[sl.health], Detail: sl.detail, Active: sl.active, Held: sl.held,
+		Waiting: sl.queue.count, Why: sl.why, Claim: sl.cfg.Claim, LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio,
+		Pinned: sl.cfg.Pin, CoolUntil: sl.coolUntil, Warming: sl.warming, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad}
+	for _, h := range sl.on {
+		hv := HoldView{GPU: h.card, Booking: Entry{State: sl.state, Booking: h.booking, Residue: h.residue}.booked(), Residue: h.residue}
+		if c := s.card(h.card); c != nil {
+			l, i := s.ledger(c, sl)
+			hv.Seen = l.Seen[i]
+		}
+		v.Holds = append(v.Holds, hv)
+	}
+	return v
+}
+
+// viewQueue merges the slots' queues by (priority, submitted at), up to a bound.
+func (s *State) viewQueue() []WaiterView {
+	var heads []*job
+	for _, sl := range s.slots {
+		for i := range sl.queue.levels {
+			heads = append(heads, sl.queue.levels[i].first)
+		}
+	}
+	var out []WaiterView
+	for len(heads) > 0 && len(out) < snapshotQueue {
+		first := 0
+		for i := range heads {
+			if before(heads[i], heads[first]) < 0 {
+				first = i
+			}
+		}
+		j := heads[first]
+		out = append(out, WaiterView{Job: j.id, Slot: j.slot.cfg.Name, Priority: j.priority, Submitted: j.submitted, Why: j.slot.why})
+		if heads[first] = j.next; j.next == nil {
+			heads = append(heads[:first], heads[first+1:]...)
+		}
+	}
+	return out
+}

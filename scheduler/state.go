@@ -1,0 +1,363 @@
+package scheduler
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// State is all that the scheduler knows. Step alone changes it. It is not safe
+// for concurrent use: its driver guards it.
+type State struct {
+	cfg   Config
+	slots []*slot // in the order of the config; removed ones last
+	named map[string]*slot
+	gpus  []*card // in the order of their index
+	locks []*lock // of all GPUs that slots were ever on, seen or not
+
+	jobs      slab
+	deadlines deadlines
+	waiting   int    // jobs in all queues
+	running   int    // admitted jobs, held ones included
+	sampled   bool   // a sample, or the news that there is none, has come
+	blind     string // why there is no telemetry; empty: there is
+
+	counts Counts
+
+	// What the current step says.
+	effects []Effect
+	wake    time.Time
+	scratch []*slot
+}
+
+// Counts are totals since the start.
+type Counts struct {
+	Jobs           uint64 // submitted
+	Ended          uint64 // admitted and ended
+	Cancelled      uint64 // left while they waited
+	Refused        uint64
+	Evictions      uint64 // successful unloads made for room
+	ManualUnloads  uint64
+	UnloadFailures uint64
+	Loads          uint64
+	LoadFailures   uint64
+	LastWait       time.Duration
+}
+
+// card is one GPU.
+type card struct {
+	Device
+	seenAt time.Time // when the sample was taken that told Free
+
+	reserved *slot // within one planning: an overdue target that no other may be served before
+}
+
+// lock is the lock of one GPU. It is there whether the GPU was ever seen or not.
+type lock struct {
+	gpu   int
+	owner *slot // who computes
+}
+
+type health uint8
+
+const (
+	healthUnknown health = iota // no probe has answered yet
+	healthGood
+	healthBad
+)
+
+// slot is one resident instance: the unit of residency.
+type slot struct {
+	cfg   SlotConfig
+	order int
+	gone  bool // not in the config any more: serves who waits, then goes
+
+	state   SlotState
+	epoch   uint64    // of the load or unload under way
+	since   time.Time // when the last change of state, or the use that casts doubt on older probes, ended
+	on      []*holding
+	settled bool // a job has ended since the load, or the load was not ours
+
+	health   health
+	detail   string // of the last bad probe
+	timeouts int    // in a row
+
+	queue    queue
+	active   int
+	held     int       // ended jobs whose work goes on at the server
+	heldAt   time.Time // the last of them
+	first    JobID     // the job inside which a lazy server loads
+	warming  bool      // … which counts as a transition until it ends
+	started  int       // jobs started since READY
+	readyAt  time.Time
+	idleAt   time.Time // later of READY and the last job's end
+	leftAt   time.Time // the last departure of one who waited
+	lastUse  time.Time // end of the last real work
+	lastPrio int
+
+	gate      gate
+	asking    bool // a CheckBusy is on its way
+	stop      stopping
+	unloaded  bool      // its unload route was called since the start
+	retryAt   time.Time // not chosen as victim before: its last unload failed or its drain took too long
+	unloadBad int
+
+	loadAt    time.Time
+	emptyAt   time.Time // LOADING: since when nobody waits for it
+	coolUntil time.Time
+	loadBad   int
+	loadCost  ewma
+	stopCost  ewma
+
+	want target
+	why  string // why its jobs wait, for people
+}
+
+// holding is a slot's part in the account of one GPU.
+type holding struct {
+	card     int // index of the GPU
+	booking  gpu.Bytes
+	residue  gpu.Bytes
+	base     gpu.Bytes // seen amount when the residue began …
+	baseFree gpu.Bytes // … and what was free and foreign then
+	baseOut  gpu.Bytes
+	known    gpu.Bytes // residue after the last unload; -1: never unloaded
+	loadFree gpu.Bytes // free when its load began
+	drop     gpu.Bytes
+	frozen   bool // another transition began since: drop and residue don't follow free memory any more
+	measured gpu.Bytes
+	hasMeas  bool
+}
+
+// gate is what keeps new jobs out of a READY slot that is to be unloaded.
+type gate struct {
+	closed bool
+	target *slot // for whom; nil: by hand, or because it was removed
+	since  time.Time
+	clear  bool // the server said, after the drain, that it is idle
+}
+
+// stopping is an unload under way.
+type stopping struct {
+	from      SlotState
+	target    *slot
+	began     time.Time
+	called    bool // the unload call has returned: the memory is awaited
+	confirmed bool
+	at        time.Time // when it returned
+	lastRise  time.Time
+	best      gpu.Bytes // the largest rise seen
+	seen      []gpu.Bytes
+	free      []gpu.Bytes
+	used      []gpu.Bytes
+	out       []gpu.Bytes
+	flush     bool // a call to an IDLE lazy server that may have been loaded before we came
+}
+
+// target is what a slot knows as one that wants to be loaded.
+type target struct {
+	victim  *slot     // the slot whose gate is closed for it
+	blocked time.Time // since when it would not fit, whatever we do
+	extra   bool      // one more victim must go, though it would fit: the server ran out of memory
+	oom     int       // loads that ran out of memory in a row
+	lock    bool      // lazy, and it fits: its first job competes for the lock like those of loaded slots
+	hadLock bool      // … as of the last planning
+	planned int       // how many victims the first plan had
+	tries   []string  // what each unload that didn't bring its memory back gave
+}
+
+// ewma is an exponentially weighted mean of durations (policy: weight 0.3).
+type ewma struct {
+	value time.Duration
+	known bool
+}
+
+func (e *ewma) add(d time.Duration) {
+	if !e.known {
+		e.value, e.known = d, true
+		return
+	}
+	e.value += time.Duration(0.3 * float64(d-e.value))
+}
+
+// New makes an empty state. It must be configured before anything else.
+func New() *State { return &State{named: map[string]*slot{}} }
+
+// Step takes in one event and says what follows. It is the only way in which
+// the state changes. The effects are valid until the next Step. wakeAt is when
+// Wake is due at the latest; zero means never.
+func (s *State) Step(now time.Time, e Event) (effects []Effect, wakeAt time.Time) {
+	s.effects = s.effects[:0]
+	switch e := e.(type) {
+	case Submit:
+		s.submit(now, &e)
+	case Release:
+		s.release(now, e.Job, e.Outcome)
+	case Cancel:
+		s.cancel(now, e.Job)
+	case Configure:
+		s.configure(now, e.Config)
+	case LoadDone:
+		s.loadDone(now, e)
+	case UnloadDone:
+		s.unloadDone(now, e)
+	case BusyAnswer:
+		s.busyAnswer(now, e)
+	case Probed:
+		s.probed(now, e)
+	case Sampled:
+		s.sample(now, e)
+	case Unload:
+		s.unloadByHand(now, e.Slot)
+	case Touch:
+		if sl := s.named[e.Slot]; sl != nil && sl.state == Ready {
+			sl.idleAt, sl.lastUse = now, now
+		}
+	case Wake:
+		s.pump(now)
+	}
+	wakeAt = s.wake
+	if len(s.deadlines) > 0 {
+		wakeAt = earlier(wakeAt, s.deadlines[0].deadline)
+	}
+	return s.effects, wakeAt
+}
+
+// pump does all that has become possible. It is O(slots), never over the jobs.
+func (s *State) pump(now time.Time) {
+	s.wake = time.Time{}
+	s.expire(now)
+	s.sweep(now)
+	for again := true; again; {
+		s.proceed(now)
+		again = s.admitReady(now)
+		again = s.plan(now) || again
+	}
+	if s.waiting > 0 {
+		s.wakeBy(now.Add(recheck))
+	}
+}
+
+// recheck is how often a waiting queue is looked at though nothing happened (spec §4.3).
+const recheck = 5 * time.Second
+
+func (s *State) wakeBy(at time.Time) { s.wake = earlier(s.wake, at) }
+
+// due says whether at has come; if not, Step will be woken then.
+func (s *State) due(now, at time.Time) bool {
+	if !now.Before(at) {
+		return true
+	}
+	s.wakeBy(at)
+	return false
+}
+
+func earlier(a, b time.Time) time.Time {
+	if a.IsZero() || !b.IsZero() && b.Before(a) {
+		return b
+	}
+	return a
+}
+
+func later(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return b
+	}
+	return a
+}
+
+// to changes a slot's state. Any edge that is not in accounting §2 is a bug.
+func (s *State) to(now time.Time, sl *slot, state SlotState) {
+	if !legal[[2]SlotState{sl.state, state}] {
+		panic(fmt.Sprintf("scheduler: %s of %q is no legal edge", [2]SlotState{sl.state, state}, sl.cfg.Name))
+	}
+	sl.state, sl.since = state, now
+	if state == Ready {
+		sl.readyAt, sl.idleAt, sl.started, sl.emptyAt = now, now, 0, time.Time{}
+	}
+	if state != Ready {
+		sl.warming = false
+	}
+}
+
+// decide puts a line into the record.
+func (s *State) decide(d Decision) {
+	s.effects = append(s.effects, Effect{Kind: Decided, Slot: d.Slot, Decision: &d})
+}
+
+func (s *State) emit(e Effect) { s.effects = append(s.effects, e) }
+
+// cards calls f with each GPU that the slot is on and is known. ok is false if one of them isn't.
+func (s *State) cards(sl *slot, f func(c *card, h *holding)) (ok bool) {
+	ok = true
+	for _, h := range sl.on {
+		if c := s.card(h.card); c != nil {
+			f(c, h)
+		} else {
+			ok = false
+		}
+	}
+	return ok
+}
+
+func (s *State) card(index int) *card {
+	for _, c := range s.gpus {
+		if c.Index == index {
+			return c
+		}
+	}
+	return nil
+}
+
+// hold is the slot's part in the account of a GPU; nil if it is not on it.
+func (sl *slot) hold(index int) *holding {
+	for _, h := range sl.on {
+		if h.card == index {
+			return h
+		}
+	}
+	return nil
+}
+
+// claim is what the slot's load takes of each of its GPUs.
+func (sl *slot) claim() gpu.Bytes {
+	n := gpu.Bytes(len(sl.on))
+	if n <= 1 {
+		return sl.cfg.Claim
+	}
+	return sl.cfg.Claim / n * 110 / 100
+}
+
+// busy says whether the slot computes, as far as its jobs tell.
+func (sl *slot) busy() bool { return sl.active+sl.held > 0 }
+
+// owner is who computes on a GPU: the holder of its lock.
+func (s *State) owner(index int) *slot {
+	for _, l := range s.locks {
+		if l.gpu == index {
+			return l.owner
+		}
+	}
+	return nil
+}
+
+// transition is the slot that loads or unloads on the GPU, if one does.
+func (s *State) transition(index int) *slot {
+	for _, sl := range s.slots {
+		if sl.hold(index) != nil && (sl.state == Loading || sl.state == Stopping || sl.stop.flush) {
+			return sl
+		}
+	}
+	return nil
+}
+
+// warmer is the lazy slot whose first job loads it on the GPU, if there is one: a transition too.
+func (s *State) warmer(index int) *slot {
+	for _, sl := range s.slots {
+		if sl.warming && sl.hold(index) != nil {
+			return sl
+		}
+	}
+	return nil
+}

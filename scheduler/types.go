@@ -1,0 +1,300 @@
+package scheduler
+
+import (
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// SlotState is where a slot stands.
+type SlotState uint8
+
+// The states of a slot (accounting §2).
+const (
+	Unknown  SlotState = iota // residency can't be told yet
+	Idle                      // not loaded
+	Loading                   // being loaded
+	Ready                     // loaded; its gate says whether jobs may enter
+	Stopping                  // being unloaded, or waiting for its memory to come back
+)
+
+func (s SlotState) String() string {
+	return [...]string{"UNKNOWN", "IDLE", "LOADING", "READY", "STOPPING"}[s]
+}
+
+// MarshalText writes the state's name.
+func (s SlotState) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+
+// legal holds every edge of accounting §2 and no other.
+var legal = map[[2]SlotState]bool{
+	{Unknown, Ready}: true, {Unknown, Idle}: true, {Unknown, Loading}: true, {Unknown, Stopping}: true,
+	{Idle, Loading}: true, {Idle, Ready}: true,
+	{Loading, Ready}: true, {Loading, Idle}: true, {Loading, Stopping}: true,
+	{Ready, Stopping}: true, {Ready, Idle}: true,
+	{Stopping, Idle}: true, {Stopping, Ready}: true, {Stopping, Unknown}: true,
+}
+
+// Mode says how much the scheduler does.
+type Mode uint8
+
+// The kinds of scheduler (spec §1.10).
+const (
+	Evicting    Mode = iota // queue, lock, loads and evictions
+	Locked                  // queue and lock; every slot is taken for loaded
+	Passthrough             // nothing
+)
+
+// Config is what the rules depend on.
+type Config struct {
+	Mode         Mode
+	LockGlobal   bool       // one lock of all GPUs
+	Cushion      *gpu.Bytes // nil: 256 MiB, 4 GiB on unified memory
+	Reserve      gpu.Bytes
+	MaxQueue     int
+	MaxEvictions int
+
+	EvictWait, DrainTimeout, AbandonAfter, OutsiderWait time.Duration
+
+	Overtake, Hold                         float64
+	OvertakeMin, OvertakeMax, LockOvertake time.Duration
+
+	Slots []SlotConfig // in the order in which unexplained memory is given out
+}
+
+// SlotConfig is one slot: a consumer, in this version.
+type SlotConfig struct {
+	Name        string
+	Disabled    bool // kept in status, refused
+	GPUs        []int
+	Claim       gpu.Bytes
+	Residual    gpu.Bytes // at most so much of its residue is used again by its next load
+	Concurrency int
+	LockNone    bool // computes beside anybody
+	Coexist     []string
+	Pin         bool
+	NoEvict     bool
+	VRAMManaged bool
+	KeepAlive   time.Duration
+	SwitchCost  time.Duration
+	Budget      time.Duration // the usual one: overtaking is bounded by half of it
+	Async       bool          // its work outlives its answers
+
+	// What its driver can do.
+	CanLoad, CanUnload, CanProbe, CanTell, CanBusy bool
+}
+
+// lazy slots load inside their first job.
+func (c *SlotConfig) lazy() bool { return !c.CanLoad }
+
+// JobID names a job. It is never used again for another.
+type JobID uint64
+
+// Event is something that happened. The driver says it to Step.
+type Event interface{ event() }
+
+// The events.
+type (
+	// Configure takes a new configuration. Slots are known by name: what is known of those that stay is kept.
+	Configure struct{ Config Config }
+	// Submit asks for a place on a slot. The job's ID is in the first effect that is returned.
+	Submit struct {
+		Slot      string
+		Priority  int       // lower is more urgent
+		Submitted time.Time // when it came; zero: now. A job that is admitted once more keeps its time.
+		Deadline  time.Time // when its budget ends; zero: never
+		IfFree    bool      // only if it can run at once; else the effect is NotNow and nothing has happened
+	}
+	// Cancel takes a waiting job back, or ends one that was admitted meanwhile.
+	Cancel struct{ Job JobID }
+	// Release ends an admitted job.
+	Release struct {
+		Job     JobID
+		Outcome Outcome
+	}
+	// LoadDone ends a load.
+	LoadDone struct {
+		Slot        string
+		Epoch       uint64
+		Err         string // empty: loaded
+		OutOfMemory bool
+	}
+	// UnloadDone ends an unload call.
+	UnloadDone struct {
+		Slot      string
+		Epoch     uint64
+		Err       string // empty: done
+		Confirmed bool   // the server itself says that it is unloaded, or its process is gone
+	}
+	// BusyAnswer answers CheckBusy.
+	BusyAnswer struct {
+		Slot string
+		Sent time.Time
+		Busy bool
+	}
+	// Probed is what a probe told.
+	Probed struct {
+		Slot     string
+		Sent     time.Time
+		Outcome  ProbeOutcome
+		Detail   string
+		Loaded   Tri
+		Resident gpu.Bytes // -1: not told
+	}
+	// Sampled is a look at the GPUs, or the news that there is none to be had.
+	Sampled struct {
+		At      time.Time
+		Lost    string // why telemetry as a whole is lost; Devices is empty then
+		First   bool   // of a sampler: GPUs that it does not know are not there any more
+		Devices []Device
+	}
+	// Unload asks for a slot to be unloaded by hand.
+	Unload struct{ Slot string }
+	// Touch counts as use of a slot, without a job.
+	Touch struct{ Slot string }
+	// Wake says that the time that Step named has come.
+	Wake struct{}
+)
+
+func (Configure) event()  {}
+func (Submit) event()     {}
+func (Cancel) event()     {}
+func (Release) event()    {}
+func (LoadDone) event()   {}
+func (UnloadDone) event() {}
+func (BusyAnswer) event() {}
+func (Probed) event()     {}
+func (Sampled) event()    {}
+func (Unload) event()     {}
+func (Touch) event()      {}
+func (Wake) event()       {}
+
+// Outcome is how an admitted job ended.
+type Outcome uint8
+
+// The outcomes of a job.
+const (
+	Served      Outcome = iota // its server answered
+	Accepted                   // an async server took the work: it goes on
+	NoAnswer                   // no response came, or the client left before one did
+	DialRefused                // nothing listened there
+	ServerDied                 // its server went away in the middle of the answer
+)
+
+// ProbeOutcome is what a health probe came to.
+type ProbeOutcome uint8
+
+// The outcomes of a probe.
+const (
+	ProbeAnswered ProbeOutcome = iota
+	ProbeRefused
+	ProbeWrong
+	ProbeTimedOut
+)
+
+// Tri is a truth that may be unknown.
+type Tri uint8
+
+// The values of a Tri.
+const (
+	NotTold Tri = iota
+	No
+	Yes
+)
+
+// Device is what a sample says of one GPU.
+type Device struct {
+	Index     int
+	UUID      string
+	Name      string
+	Total     gpu.Bytes
+	Free      gpu.Bytes
+	Known     bool // is Free known?
+	Unified   bool
+	Lost      bool
+	Reason    string
+	Measured  map[string]gpu.Bytes // by slot, where processes can be told apart; nil: not looked at this time
+	Outsiders []string             // who else holds memory, for people; nil: not looked at this time
+}
+
+// EffectKind tells effects apart.
+type EffectKind uint8
+
+// The effects.
+const (
+	Queued      EffectKind = iota // Job was put in the queue
+	Admit                         // Job may run
+	Refuse                        // Job may not: see Refusal
+	Load                          // load Slot
+	StartUnload                   // unload Slot
+	CheckBusy                     // ask Slot once, in After, whether it works
+	ProbeNow                      // probe Slot
+	Dropped                       // Slot was removed from the config and is gone now
+	NotNow                        // a job that asked to be admitted at once can not be
+	Decided                       // for the record: see Decision
+)
+
+// Effect is something that the driver must do.
+type Effect struct {
+	Kind     EffectKind
+	Job      JobID
+	Slot     string
+	Epoch    uint64
+	After    time.Duration
+	Refusal  *Refusal
+	Decision *Decision
+}
+
+// Code is why a job was refused, in the words of spec §8.
+type Code string
+
+// The codes of refusals.
+const (
+	UnknownConsumer Code = "unknown_model"
+	NeverFits       Code = "never_fits"
+	Unhealthy       Code = "unhealthy"
+	NotRunning      Code = "not_running"
+	QueueFull       Code = "queue_full"
+	VRAMExhausted   Code = "vram_exhausted"
+	LoadFailed      Code = "load_failed"
+	GPULost         Code = "gpu_lost"
+	Draining        Code = "draining"
+	BudgetExceeded  Code = "budget_exceeded"
+)
+
+// Refusal says why a job gets no place.
+type Refusal struct {
+	Code       Code
+	Message    string
+	RetryAfter time.Duration // 0: trying again is of no use
+	Detail     *Detail       // what of the memory; nil where memory is not the reason
+}
+
+// Detail is the state of memory behind a refusal.
+type Detail struct {
+	Need    gpu.Bytes         `json:"need"`
+	Free    map[int]gpu.Bytes `json:"free,omitempty"`
+	Holders []Holder          `json:"holders,omitempty"`
+	Unloads []string          `json:"unloads,omitempty"`
+}
+
+// Holder is one who holds memory.
+type Holder struct {
+	Name      string    `json:"name"`
+	State     string    `json:"state,omitempty"`
+	Bytes     gpu.Bytes `json:"bytes"`
+	Protected string    `json:"protected,omitempty"`
+}
+
+// Decision is one line of the record: what was decided, and why.
+type Decision struct {
+	At     time.Time `json:"at"`
+	Kind   string    `json:"kind"` // load, loaded, load_failed, unload, unloaded, evicted, unload_failed, adopt, gone, drain, reopen, refuse, gpu …
+	Slot   string    `json:"consumer,omitempty"`
+	Target string    `json:"target,omitempty"` // for whom
+	GPU    int       `json:"gpu"`
+	Code   Code      `json:"code,omitempty"`
+	Reason string    `json:"reason"`
+	Need   gpu.Bytes `json:"need,omitempty"`
+	Avail  gpu.Bytes `json:"available,omitempty"`
+	Took   float64   `json:"took_seconds,omitempty"`
+}

@@ -1,0 +1,800 @@
+package scheduler
+
+import (
+	"container/heap"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// A world is everything around the scheduler, simulated: GPUs with true
+// memory, servers that hold it, clients, outsiders, telemetry. It answers the
+// scheduler's effects with later events. rapid draws its shape, its hazards
+// and the length of the history, and shrinks them; the seed gives the rest.
+type world struct {
+	t    *rapid.T
+	rand *rand.Rand
+	now  time.Time
+
+	agenda agenda
+	seq    int
+
+	s, twin *State // the twin lives through the same history: Step is deterministic
+	check   checker
+	steps   int
+
+	shape   shape
+	cfg     Config
+	gpus    []*simGPU
+	servers []*simServer
+	jobs    map[JobID]*simJob
+	order   []JobID // of jobs, as they came
+
+	blind    bool // telemetry is lost
+	calm     bool // the world stands still: nothing fails, nobody comes
+	fast     bool // a fast sample is on its way
+	wakeSeq  int
+	lastLoad []Event // old answers, to be said once more
+	probes   []Probed
+	ended    []JobID
+}
+
+// shape is what rapid draws of a world.
+type shape struct {
+	gpus, servers int
+	length        int // steps before the world calms down
+	seed          uint64
+
+	measured, unified, locked, global, cushionless     bool
+	crashes, failures, lies, late, leaks               bool
+	outsiders, telemetry, gpuLoss                      bool
+	cancels, deadlines, manual, reload, stale, strange bool
+	smallQueue, priorities, eager                      bool
+}
+
+func drawShape(t *rapid.T) shape {
+	flag := func(name string) bool { return rapid.Bool().Draw(t, name) }
+	return shape{
+		gpus:    rapid.SampledFrom([]int{1, 1, 1, 2}).Draw(t, "gpus"),
+		servers: rapid.IntRange(2, 5).Draw(t, "servers"),
+		length:  rapid.IntRange(50, 450).Draw(t, "length"),
+		seed:    rapid.Uint64().Draw(t, "seed"),
+
+		measured: flag("measured"), unified: flag("unified") && flag("really unified"), locked: flag("locked") && flag("only locked") && flag("really locked"),
+		global: flag("lock global") && flag("really global"), cushionless: flag("cushionless"),
+		crashes: flag("crashes"), failures: flag("failures"), lies: flag("lies"), late: flag("late"), leaks: flag("leaks"),
+		outsiders: flag("outsiders"), telemetry: flag("telemetry lost"), gpuLoss: flag("gpu lost"),
+		cancels: flag("cancels"), deadlines: flag("deadlines"), manual: flag("manual unloads"), reload: flag("reloads"), stale: flag("stale answers"), strange: flag("strange events"),
+		smallQueue: flag("small queue") && flag("really small queue"), priorities: flag("priorities"), eager: flag("eager clients"),
+	}
+}
+
+type simGPU struct {
+	index     int
+	total     gpu.Bytes
+	driver    gpu.Bytes
+	outsiders gpu.Bytes
+	lost      bool
+}
+
+type simServer struct {
+	cfg     SlotConfig
+	takes   gpu.Bytes // of each GPU while loaded; its claim or less, but for strange ones
+	context gpu.Bytes // what its process keeps once it was loaded
+
+	alive   bool
+	hung    bool // answers no probe
+	loaded  bool
+	life    int // counts crashes and unloads: what was under way then is void
+	mem     map[int]gpu.Bytes
+	late    map[int]gpu.Bytes // unloaded, but not given back yet
+	working int               // jobs and async work in its hands
+	removed bool              // not in the config just now
+}
+
+type simJob struct {
+	id      JobID
+	server  *simServer
+	state   simJobState
+	sentAt  time.Time
+	lasts   time.Duration
+	outcome Outcome
+}
+
+type simJobState uint8
+
+const (
+	simWaiting simJobState = iota
+	simRunning
+	simHeld
+	simEnded
+)
+
+type happening struct {
+	at  time.Time
+	seq int
+	do  func()
+}
+
+type agenda []happening
+
+func (a agenda) Len() int { return len(a) }
+func (a agenda) Less(i, k int) bool {
+	if a[i].at.Equal(a[k].at) {
+		return a[i].seq < a[k].seq
+	}
+	return a[i].at.Before(a[k].at)
+}
+func (a agenda) Swap(i, k int) { a[i], a[k] = a[k], a[i] }
+func (a *agenda) Push(x any)   { *a = append(*a, x.(happening)) }
+func (a *agenda) Pop() any {
+	old := *a
+	h := old[len(old)-1]
+	*a = old[:len(old)-1]
+	return h
+}
+
+func (w *world) in(d time.Duration, do func()) {
+	w.seq++
+	heap.Push(&w.agenda, happening{at: w.now.Add(d), seq: w.seq, do: do})
+}
+
+// advance lets happen what is due until then.
+func (w *world) advance(until time.Time) {
+	for len(w.agenda) > 0 && !w.agenda[0].at.After(until) {
+		h := heap.Pop(&w.agenda).(happening)
+		w.now = h.at
+		h.do()
+	}
+	w.now = until
+}
+
+func (w *world) chance(percent int) bool { return w.rand.IntN(100) < percent }
+
+// hazard is a chance that is there only while a hazard is switched on and the world is not calm.
+func (w *world) hazard(on bool, percent int) bool { return w.chance(percent) && on && !w.calm }
+
+func (w *world) between(low, high time.Duration) time.Duration {
+	return low + time.Duration(w.rand.Int64N(int64(high-low)+1))
+}
+
+const mib = gpu.MiB
+
+func newWorld(t *rapid.T, sh shape) *world {
+	w := &world{t: t, rand: rand.New(rand.NewPCG(sh.seed, 1)), now: time.Unix(1_000_000, 0), shape: sh, s: New(), twin: New(), jobs: map[JobID]*simJob{}}
+	w.check.w = w
+	for i := range sh.gpus {
+		w.gpus = append(w.gpus, &simGPU{index: i, total: 16384 * mib, driver: gpu.Bytes(w.rand.IntN(600)) * mib})
+	}
+	for i := range sh.servers {
+		w.servers = append(w.servers, w.newServer(string(rune('a'+i))))
+	}
+	for i, sv := range w.servers {
+		for k, o := range w.servers {
+			if i != k && w.chance(10) {
+				sv.cfg.Coexist = append(sv.cfg.Coexist, o.cfg.Name)
+			}
+		}
+	}
+	w.cfg = w.newConfig()
+	return w
+}
+
+func (w *world) newConfig() Config {
+	sh := w.shape
+	cfg := Config{
+		LockGlobal: sh.global, MaxQueue: 512, MaxEvictions: w.rand.IntN(6),
+		EvictWait: 10 * time.Second, DrainTimeout: w.between(20*time.Second, time.Minute), AbandonAfter: w.between(time.Second, 10*time.Second), OutsiderWait: 10 * time.Second,
+		Overtake: float64(w.rand.IntN(16)), Hold: 0.25,
+		OvertakeMin: w.between(0, 5*time.Second), OvertakeMax: w.between(5*time.Second, 30*time.Second), LockOvertake: w.between(0, 10*time.Second),
+	}
+	if sh.smallQueue {
+		cfg.MaxQueue = 1 + w.rand.IntN(6)
+	}
+	if sh.locked {
+		cfg.Mode = Locked
+	}
+	if sh.cushionless {
+		none := gpu.Bytes(0)
+		cfg.Cushion = &none
+	}
+	if w.chance(20) {
+		cfg.Reserve = 1024 * mib
+	}
+	for _, sv := range w.servers {
+		if !sv.removed {
+			cfg.Slots = append(cfg.Slots, sv.cfg)
+		}
+	}
+	return cfg
+}
+
+func (w *world) newServer(name string) *simServer {
+	sv := &simServer{alive: true, mem: map[int]gpu.Bytes{}, late: map[int]gpu.Bytes{}}
+	c := SlotConfig{
+		Name: name, Claim: gpu.Bytes(1000+w.rand.IntN(13)*1100) * mib, Concurrency: 1 + w.rand.IntN(3),
+		KeepAlive: w.between(0, 4*time.Second) * time.Duration(w.rand.IntN(2)), SwitchCost: w.between(time.Second, 6*time.Second),
+		CanUnload: !w.chance(8), CanLoad: w.chance(65), CanProbe: w.chance(85), CanBusy: w.chance(35),
+		LockNone: w.chance(12), Pin: w.chance(6), NoEvict: w.chance(6), VRAMManaged: w.chance(6),
+	}
+	c.CanTell = c.CanProbe && w.chance(65)
+	c.Async = c.CanBusy && w.chance(60)
+	switch at := w.rand.IntN(4); {
+	case w.shape.gpus == 1 || at < 2:
+		c.GPUs = []int{0}
+	case at == 2:
+		c.GPUs = []int{1}
+	default:
+		c.GPUs = []int{0, 1}
+	}
+	if w.hazard(w.shape.strange, 3) {
+		c.GPUs = []int{7} // there is none
+	}
+	if w.chance(40) {
+		c.Residual = gpu.Bytes(w.rand.IntN(600)) * mib
+	}
+	if w.chance(30) {
+		c.Budget = w.between(5*time.Second, time.Minute)
+	}
+	sv.cfg = c
+	sv.takes = c.Claim
+	if n := gpu.Bytes(len(c.GPUs)); n > 1 {
+		sv.takes = c.Claim / n
+	}
+	if w.chance(50) {
+		sv.takes = sv.takes * gpu.Bytes(50+w.rand.IntN(51)) / 100
+	}
+	if w.hazard(w.shape.lies, 15) {
+		sv.takes = sv.takes * 120 / 100 // a claim that is too low
+	}
+	sv.context = min(gpu.Bytes(w.rand.IntN(600))*mib, c.Residual)
+	if w.hazard(w.shape.leaks, 30) {
+		sv.context = gpu.Bytes(w.rand.IntN(900)) * mib
+	}
+	sv.context = min(sv.context, sv.takes/2)
+	if !w.shape.locked && w.chance(25) && w.roomFor(sv) { // loaded before we came
+		w.hold(sv)
+	}
+	return sv
+}
+
+// ---- memory ----
+
+func (g *simGPU) used(w *world) gpu.Bytes {
+	u := g.driver + g.outsiders
+	for _, sv := range w.servers {
+		u += sv.mem[g.index] + sv.late[g.index]
+	}
+	return u
+}
+
+func (w *world) gpu(index int) *simGPU {
+	if index < len(w.gpus) {
+		return w.gpus[index]
+	}
+	return nil
+}
+
+// roomFor says whether the server can truly be loaded now.
+func (w *world) roomFor(sv *simServer) bool {
+	for _, i := range sv.cfg.GPUs {
+		g := w.gpu(i)
+		if g == nil || g.lost || g.used(w)-sv.mem[i]+sv.takes > g.total {
+			return false
+		}
+	}
+	return true
+}
+
+func (w *world) hold(sv *simServer) {
+	sv.loaded = true
+	for _, i := range sv.cfg.GPUs {
+		sv.mem[i] = sv.takes
+	}
+}
+
+// letGo is the end of a server's model. Its memory may come back later, or not at all.
+func (w *world) letGo(sv *simServer, keep gpu.Bytes) {
+	sv.loaded = false
+	sv.life++
+	for i, held := range sv.mem {
+		gone := max(0, held-keep)
+		sv.mem[i] -= gone
+		var delay time.Duration
+		switch {
+		case w.calm, !w.shape.late || w.chance(40):
+		case w.chance(10) && w.shape.leaks:
+			delay = time.Hour
+		default:
+			delay = w.between(0, 4*time.Second)
+		}
+		if delay == 0 || gone == 0 {
+			continue
+		}
+		sv.late[i] += gone
+		w.in(delay, func() { sv.late[i] = max(0, sv.late[i]-gone) })
+	}
+}
+
+func (w *world) crash(sv *simServer) {
+	sv.alive, sv.loaded, sv.working = false, false, 0
+	sv.life++
+	clear(sv.mem)
+	clear(sv.late)
+	for _, id := range w.order {
+		if j := w.jobs[id]; j.server == sv && j.state == simRunning {
+			w.in(w.between(0, 20*time.Millisecond), func() { w.release(j, NoAnswer) })
+		}
+	}
+	w.in(w.between(100*time.Millisecond, 20*time.Second), func() { sv.alive = true })
+}
+
+// ---- what the scheduler asks for ----
+
+func (w *world) step(e Event) []Effect {
+	w.check.before(e)
+	effects, wake := w.s.Step(w.now, e)
+	w.steps++
+	w.check.after(e, effects, wake)
+	effects = slices.Clone(effects)
+	for _, f := range effects {
+		w.answer(f)
+	}
+	w.wakeSeq++
+	if seq := w.wakeSeq; !wake.IsZero() {
+		w.in(max(0, wake.Sub(w.now)), func() {
+			if seq == w.wakeSeq {
+				w.step(Wake{})
+			}
+		})
+	}
+	if w.s.FastSampling() && !w.fast {
+		w.fast = true
+		w.in(50*time.Millisecond, func() { w.fast = false; w.sample() })
+	}
+	return effects
+}
+
+func (w *world) server(name string) *simServer {
+	for _, sv := range w.servers {
+		if sv.cfg.Name == name {
+			return sv
+		}
+	}
+	return nil
+}
+
+func (w *world) answer(f Effect) {
+	sv := w.server(f.Slot)
+	switch f.Kind {
+	case Admit:
+		w.serve(w.jobs[f.Job])
+	case Load:
+		w.loadServer(sv, f.Epoch)
+	case StartUnload:
+		w.unloadServer(sv, f.Epoch)
+	case CheckBusy:
+		w.in(f.After+w.between(0, 20*time.Millisecond), func() {
+			a := BusyAnswer{Slot: f.Slot, Sent: w.now, Busy: sv.working > 0}
+			w.in(w.between(0, 50*time.Millisecond), func() { w.step(a) })
+		})
+	case ProbeNow:
+		w.in(0, func() { w.probe(sv) })
+	case Queued, Refuse, Dropped, Decided:
+	}
+}
+
+func (w *world) loadServer(sv *simServer, epoch uint64) {
+	life := sv.life
+	done := func(err string, oom bool) {
+		e := LoadDone{Slot: sv.cfg.Name, Epoch: epoch, Err: err, OutOfMemory: oom}
+		w.lastLoad = append(w.lastLoad, e)
+		w.step(e)
+	}
+	takes := w.between(0, 5*time.Second)
+	w.in(takes/2, func() {
+		if sv.alive && sv.life == life && w.roomFor(sv) {
+			for _, i := range sv.cfg.GPUs {
+				sv.mem[i] = max(sv.mem[i], sv.takes/2)
+			}
+		}
+	})
+	w.in(takes, func() {
+		switch {
+		case sv.life != life: // stopped or crashed meanwhile; its answer may come all the same
+			done("it was stopped", false)
+		case !sv.alive:
+			done("its server is gone", false)
+		case w.hazard(w.shape.failures, 15):
+			w.letGo(sv, 0)
+			done("a bad day", false)
+		case !w.roomFor(sv):
+			w.check.outOfMemory(sv)
+			w.letGo(sv, 0)
+			done("out of memory", true)
+		default:
+			w.hold(sv)
+			done("", false)
+		}
+	})
+}
+
+func (w *world) unloadServer(sv *simServer, epoch uint64) {
+	done := func(err string, confirmed bool) {
+		e := UnloadDone{Slot: sv.cfg.Name, Epoch: epoch, Err: err, Confirmed: confirmed}
+		w.lastLoad = append(w.lastLoad, e)
+		w.step(e)
+	}
+	if w.hazard(w.shape.failures, 20) {
+		w.in(w.between(0, 3*time.Second), func() { done("it would not", false) })
+		return
+	}
+	if w.hazard(w.shape.lies, 10) {
+		w.in(w.between(0, 3*time.Second), func() { done("", w.chance(30)) })
+		return
+	}
+	w.in(w.between(0, 2*time.Second), func() {
+		if !sv.alive && w.chance(50) {
+			done("nobody listens", false)
+			return
+		}
+		keep := sv.context
+		if w.hazard(w.shape.leaks, 20) {
+			keep += sv.takes / 4
+		}
+		w.letGo(sv, keep)
+		done("", sv.cfg.CanTell)
+	})
+}
+
+// serve runs an admitted job at its server.
+func (w *world) serve(j *simJob) {
+	sv := j.server
+	j.state = simRunning
+	j.outcome = Served
+	if !sv.alive {
+		w.in(time.Millisecond, func() { w.release(j, DialRefused) })
+		return
+	}
+	sv.working++
+	life := sv.life
+	end := func(outcome Outcome) {
+		if sv.working > 0 && (sv.alive || !w.crashedSince(sv, life)) {
+			sv.working--
+		}
+		w.release(j, outcome)
+	}
+	if !sv.loaded && !w.shape.locked { // the server loads inside its first request
+		w.in(w.between(0, time.Second), func() {
+			switch {
+			case sv.loaded || sv.life != life:
+			case !w.roomFor(sv):
+				w.check.outOfMemory(sv)
+			default:
+				w.hold(sv)
+			}
+		})
+	}
+	if sv.cfg.Async && w.chance(85) {
+		w.in(w.between(0, 100*time.Millisecond), func() {
+			if sv.alive {
+				w.in(j.lasts, func() { sv.working = max(0, sv.working-1) })
+				w.release(j, Accepted)
+			}
+		})
+		return
+	}
+	w.in(j.lasts, func() {
+		if w.chance(10) {
+			end(NoAnswer)
+		} else {
+			end(Served)
+		}
+	})
+}
+
+func (w *world) crashedSince(sv *simServer, life int) bool { return sv.life != life }
+
+func (w *world) release(j *simJob, outcome Outcome) {
+	if j.state != simRunning {
+		return
+	}
+	j.state = simEnded
+	if outcome == Accepted && w.s.named[j.server.cfg.Name].cfg.CanBusy {
+		j.state = simHeld
+	}
+	w.ended = append(w.ended, j.id)
+	w.step(Release{Job: j.id, Outcome: outcome})
+}
+
+// ---- what comes by itself ----
+
+func (w *world) start() {
+	w.twin.Step(w.now, Configure{w.cfg})
+	w.s.Step(w.now, Configure{w.cfg})
+	w.in(w.between(0, time.Second), w.sampleRegularly)
+	for _, sv := range w.servers {
+		w.in(w.between(0, 2*time.Second), func() { w.probeRegularly(sv) })
+	}
+}
+
+func (w *world) sampleRegularly() {
+	w.sample()
+	w.in(2*time.Second, w.sampleRegularly)
+}
+
+func (w *world) sample() {
+	e := Sampled{At: w.now}
+	if w.blind {
+		e.Lost = "the driver does not answer"
+		w.step(e)
+		return
+	}
+	look := w.shape.measured && w.chance(70)
+	for _, g := range w.gpus {
+		d := Device{Index: g.index, UUID: fmt.Sprint("gpu-", g.index), Total: g.total, Unified: w.shape.unified}
+		if g.lost {
+			d.Lost, d.Total, d.Reason = true, 0, "fell off the bus"
+		} else {
+			d.Known, d.Free = true, g.total-g.used(w)
+		}
+		if look {
+			d.Measured = map[string]gpu.Bytes{}
+			for _, sv := range w.servers {
+				if _, on := sv.mem[g.index]; on {
+					d.Measured[sv.cfg.Name] = sv.mem[g.index] + sv.late[g.index]
+				}
+			}
+		}
+		e.Devices = append(e.Devices, d)
+	}
+	w.step(e)
+}
+
+func (w *world) probeRegularly(sv *simServer) {
+	w.probe(sv)
+	w.in(w.between(3*time.Second, 5*time.Second), func() { w.probeRegularly(sv) })
+}
+
+func (w *world) probe(sv *simServer) {
+	if !sv.cfg.CanProbe {
+		return
+	}
+	p := Probed{Slot: sv.cfg.Name, Sent: w.now, Resident: -1}
+	travels := w.between(0, 100*time.Millisecond)
+	switch {
+	case !sv.alive:
+		p.Outcome, p.Detail = ProbeRefused, "connection refused"
+	case sv.hung && !w.calm, w.hazard(w.shape.failures, 3):
+		p.Outcome, travels = ProbeTimedOut, 2*time.Second
+	case w.hazard(w.shape.failures, 2):
+		p.Outcome, p.Detail = ProbeWrong, "status 500"
+	case sv.cfg.CanTell:
+		p.Loaded = No
+		if sv.loaded {
+			p.Loaded = Yes
+			if w.chance(50) {
+				p.Resident = sv.takes * gpu.Bytes(len(sv.cfg.GPUs))
+			}
+		}
+	}
+	if w.hazard(w.shape.stale, 10) {
+		travels += w.between(0, 4*time.Second)
+	}
+	w.probes = append(w.probes, p)
+	w.in(travels, func() { w.step(p) })
+}
+
+func (w *world) submit() {
+	sv := w.servers[w.rand.IntN(len(w.servers))]
+	e := Submit{Slot: sv.cfg.Name, Priority: 100}
+	if w.chance(40) && w.shape.priorities {
+		e.Priority = []int{10, 50, 200}[w.rand.IntN(3)]
+	}
+	if w.hazard(w.shape.deadlines, 40) {
+		e.Deadline = w.now.Add(w.between(0, 40*time.Second))
+	}
+	if w.hazard(w.shape.strange, 5) {
+		e.Submitted = w.now.Add(-w.between(0, 10*time.Second)) // admitted once more
+	}
+	if w.hazard(w.shape.strange, 2) {
+		e.Slot = "nobody"
+	}
+	j := &simJob{server: sv, lasts: w.between(0, 4*time.Second)}
+	if w.chance(4) {
+		j.lasts = w.between(10*time.Second, 80*time.Second)
+	}
+	w.check.coming = j
+	w.step(e)
+}
+
+// someJob is a recent job in a state.
+func (w *world) someJob(state simJobState) *simJob {
+	var found []*simJob
+	for _, id := range w.order[max(0, len(w.order)-60):] {
+		if j := w.jobs[id]; j.state == state {
+			found = append(found, j)
+		}
+	}
+	if len(found) == 0 {
+		return nil
+	}
+	return found[w.rand.IntN(len(found))]
+}
+
+func (w *world) cancel() {
+	if j := w.someJob(simWaiting); j != nil && w.chance(70) {
+		j.state = simEnded
+		w.ended = append(w.ended, j.id)
+		w.step(Cancel{Job: j.id})
+		return
+	}
+	if j := w.someJob(simRunning); j != nil { // its client leaves; its server may work on
+		sv := j.server
+		w.in(w.between(0, 3*time.Second), func() { sv.working = max(0, sv.working-1) })
+		j.state = simEnded
+		w.ended = append(w.ended, j.id)
+		if w.chance(50) {
+			w.step(Cancel{Job: j.id})
+		} else {
+			w.step(Release{Job: j.id, Outcome: NoAnswer})
+		}
+	}
+}
+
+// repeatOld says something once more that is long out of date.
+func (w *world) repeatOld() {
+	switch w.rand.IntN(4) {
+	case 0:
+		if n := len(w.lastLoad); n > 0 {
+			w.step(w.lastLoad[max(0, n-1-w.rand.IntN(4))])
+		}
+	case 1:
+		if n := len(w.ended); n > 0 {
+			w.step(Release{Job: w.ended[max(0, n-1-w.rand.IntN(6))], Outcome: Served})
+		}
+	case 2:
+		if n := len(w.ended); n > 0 {
+			w.step(Cancel{Job: w.ended[max(0, n-1-w.rand.IntN(6))]})
+		}
+	case 3:
+		if n := len(w.probes); n > 0 {
+			w.step(w.probes[max(0, n-1-w.rand.IntN(10))])
+		}
+	}
+}
+
+func (w *world) reload() {
+	sv := w.servers[w.rand.IntN(len(w.servers))]
+	switch w.rand.IntN(6) {
+	case 0, 1:
+		sv.removed = !sv.removed
+	case 2:
+		sv.cfg.Pin = !sv.cfg.Pin && w.chance(50)
+	case 3:
+		sv.cfg.Concurrency = 1 + w.rand.IntN(3)
+	case 4:
+		sv.cfg.Coexist = nil
+		if o := w.servers[w.rand.IntN(len(w.servers))]; o != sv {
+			sv.cfg.Coexist = []string{o.cfg.Name}
+		}
+	case 5:
+		sv.cfg.NoEvict = !sv.cfg.NoEvict && w.chance(50)
+	}
+	w.cfg = w.newConfig()
+	w.step(Configure{w.cfg})
+}
+
+// act is one thing that happens by chance.
+func (w *world) act() {
+	sv := w.servers[w.rand.IntN(len(w.servers))]
+	g := w.gpus[w.rand.IntN(len(w.gpus))]
+	on := w.shape
+	switch p := w.rand.IntN(100); {
+	case p < 60:
+		for n := 1 + w.rand.IntN(2)*w.rand.IntN(4); n > 0; n-- {
+			w.submit()
+		}
+	case p < 68:
+		if on.cancels {
+			w.cancel()
+		}
+	case p < 72:
+		if on.manual {
+			w.step(Unload{Slot: sv.cfg.Name})
+		}
+	case p < 78:
+		if on.stale {
+			w.repeatOld()
+		}
+	case p < 81:
+		if on.crashes && sv.alive {
+			w.crash(sv)
+		}
+	case p < 82:
+		if on.failures {
+			sv.hung = !sv.hung && w.chance(50)
+		}
+	case p < 84:
+		if on.crashes && sv.alive && sv.working == 0 && !w.shape.locked { // by itself, or by somebody who doesn't ask us
+			if sv.loaded {
+				w.letGo(sv, sv.context)
+			} else if on.outsiders && w.roomFor(sv) {
+				w.check.meddled = true
+				w.hold(sv)
+			}
+		}
+	case p < 90:
+		if on.outsiders {
+			w.check.meddled = true
+			g.outsiders = 0
+			if room := g.total - g.used(w); w.chance(60) && room > 0 {
+				g.outsiders = gpu.Bytes(w.rand.Int64N(int64(room) + 1))
+			}
+		}
+	case p < 92:
+		if on.telemetry {
+			w.blind = !w.blind
+		}
+	case p < 93:
+		if on.gpuLoss && !g.lost {
+			g.lost = true
+			w.in(w.between(time.Second, 10*time.Second), func() { g.lost = false })
+		}
+	case p < 96:
+		if on.reload {
+			w.reload()
+		}
+	case p < 98:
+		w.step(Wake{})
+	default:
+		if on.strange {
+			w.step(Unload{Slot: "nobody"})
+			w.step(Release{Job: JobID(w.rand.Uint32())})
+			w.step(BusyAnswer{Slot: sv.cfg.Name, Sent: w.now.Add(-time.Second)})
+		}
+	}
+}
+
+// live lets the world go on until it has seen as many steps as its shape says.
+func (w *world) live() {
+	w.start()
+	gap := 3 * time.Second
+	if w.shape.eager {
+		gap = time.Second
+	}
+	for w.steps < w.shape.length {
+		w.advance(w.now.Add(w.between(0, gap)))
+		w.act()
+	}
+}
+
+// standStill ends all hazards: from now on every server is healthy and honest,
+// outsiders have left and nobody comes. Nothing may wait for ever then.
+func (w *world) standStill(bound time.Duration) {
+	w.calm = true
+	for _, g := range w.gpus {
+		g.outsiders, g.lost = 0, false
+	}
+	for _, sv := range w.servers {
+		sv.alive, sv.hung = true, false
+	}
+	if w.chance(70) {
+		w.blind = false
+	}
+	for end := w.now.Add(bound); w.s.waiting+w.s.running > 0; w.advance(w.now.Add(2 * time.Second)) {
+		if w.now.After(end) {
+			w.fail("%d jobs wait and %d run %s after the world stood still", w.s.waiting, w.s.running, bound)
+		}
+	}
+}
+
+func (w *world) fail(format string, args ...any) {
+	w.t.Helper()
+	w.t.Fatalf("%s\n%s", fmt.Sprintf(format, args...), w.check.story())
+}

@@ -1,0 +1,5 @@
+//go:build tools
+
+package build
+
+import _ "github.com/gen2brain/malgo"
