@@ -94,20 +94,20 @@ type Consumer struct {
 
 // Slot is one resident instance of a consumer.
 type Slot struct {
-	State       scheduler.SlotState `json:"state"`
-	Gate        string              `json:"gate"` // open, closed
-	DrainsFor   string              `json:"drains_for,omitempty"`
-	Booking     int64               `json:"booking"`
-	Seen        int64               `json:"seen"`
-	Residue     int64               `json:"residue"`
-	Claim       int64               `json:"claim"`
-	ClaimSource string              `json:"claim_source"`
-	GPUIndex    int                 `json:"gpu_index"`
-	GPUIndices  []int               `json:"gpu_indices"`
-	Held        int                 `json:"held"` // jobs whose work goes on at the server after their answer
-	SwitchCostS float64             `json:"switch_cost_s"`
-	Why         string              `json:"why,omitempty"` // why its requests wait
-	CoolsUntil  string              `json:"cools_until,omitempty"`
+	State       string  `json:"state"` // UNKNOWN, IDLE, LOADING, READY, STOPPING
+	Gate        string  `json:"gate"`  // open, closed
+	DrainsFor   string  `json:"drains_for,omitempty"`
+	Booking     int64   `json:"booking"`
+	Seen        int64   `json:"seen"`
+	Residue     int64   `json:"residue"`
+	Claim       int64   `json:"claim"`
+	ClaimSource string  `json:"claim_source"`
+	GPUIndex    int     `json:"gpu_index"`
+	GPUIndices  []int   `json:"gpu_indices"`
+	Held        int     `json:"held"` // jobs whose work goes on at the server after their answer
+	SwitchCostS float64 `json:"switch_cost_s"`
+	Why         string  `json:"why,omitempty"` // why its requests wait
+	CoolsUntil  string  `json:"cools_until,omitempty"`
 }
 
 // Status looks at everything. It changes nothing and counts as no use.
@@ -162,7 +162,7 @@ func (b *Broker) gpu(g scheduler.GPUView) GPU {
 }
 
 func (b *Broker) consumerStatus(v scheduler.SlotView) Consumer {
-	s := Slot{State: v.State, Gate: "open", DrainsFor: v.DrainFor, Claim: int64(v.Claim), ClaimSource: "config", GPUIndices: []int{},
+	s := Slot{State: v.State.String(), Gate: "open", DrainsFor: v.DrainFor, Claim: int64(v.Claim), ClaimSource: "config", GPUIndices: []int{},
 		Held: v.Held, SwitchCostS: v.Switch.Seconds(), Why: v.Why, CoolsUntil: stamp(v.CoolUntil)}
 	if !v.GateOpen {
 		s.Gate = "closed"

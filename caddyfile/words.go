@@ -4,6 +4,7 @@
 package caddyfile
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -87,7 +88,7 @@ func single[T comparable](s *said, field *T, example string, parse func(string) 
 		if err != nil {
 			return d.Errf("%s: %w", name, err)
 		}
-		return s.set(d, name, arg, value == *field, isZero(*field), isZero(value), func() string { return show(*field) }, func() { *field = value })
+		return store(s, d, name, field, value, arg)
 	}
 }
 
@@ -96,7 +97,7 @@ func optional[T comparable](s *said, field **T, example string, parse func(strin
 	return func(d *caddyfile.Dispenser) error {
 		var value T
 		if *field != nil {
-			s.values[d.Val()] = cmpOr(s.values[d.Val()], show(**field))
+			s.values[d.Val()] = cmp.Or(s.values[d.Val()], show(**field)) // so that a zero counts as given
 			value = **field
 		}
 		if err := single(s, &value, example, parse)(d); err != nil {
@@ -117,23 +118,24 @@ func flag(s *said, field *bool) word {
 		if err := known(name+" setting", config.Switches)(arg); err != nil {
 			return d.WrapErr(err)
 		}
-		value := arg == config.On
-		return s.set(d, name, arg, value == *field, !*field, !value, func() string { return config.On }, func() { *field = value })
+		return store(s, d, name, field, arg == config.On, arg)
 	}
 }
 
-// set stores a value unless another has been given before.
-func (s *said) set(d *caddyfile.Dispenser, name, arg string, same, unset, zero bool, before func() string, store func()) error {
+// store sets field to value, which was written as arg, unless another value has
+// been given before, here or in an earlier block.
+func store[T comparable](s *said, d *caddyfile.Dispenser, name string, field *T, value T, arg string) error {
+	var zero T
 	first, twice := s.values[name]
-	if !twice && !unset {
-		first, twice = before(), true // by an earlier block
+	if !twice && *field != zero {
+		first, twice = show(*field), true
 	}
-	if twice && !same {
+	if twice && *field != value {
 		return d.Errf("%s is set twice, to %s and to %s: leave one of them out", name, first, arg)
 	}
-	store()
+	*field = value
 	s.values[name] = arg
-	if zero && s.zero != nil {
+	if value == zero && s.zero != nil {
 		s.zero(name)
 	}
 	return nil
@@ -262,21 +264,12 @@ func show(v any) string {
 	switch v := v.(type) {
 	case caddy.Duration:
 		return time.Duration(v).String()
-	case string:
-		return v
+	case bool:
+		if v {
+			return config.On
+		}
+		return config.Off
 	default:
 		return fmt.Sprint(v)
 	}
-}
-
-func isZero[T comparable](v T) bool {
-	var zero T
-	return v == zero
-}
-
-func cmpOr(a, b string) string {
-	if a != "" {
-		return a
-	}
-	return b
 }

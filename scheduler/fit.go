@@ -67,7 +67,7 @@ func (s *State) heldBy(t *slot, h *holding) gpu.Bytes {
 	if t.state != Idle {
 		return 0
 	}
-	return held(h.residue, h.measured, h.hasMeas, t.health == healthGood, t.cfg.Residual)
+	return held(h.residue, min(h.measured, h.residue), h.hasMeas, t.health == healthGood, t.cfg.Residual)
 }
 
 func (s *State) cushion(c *card) gpu.Bytes {

@@ -78,15 +78,22 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 		s.ask(v, 0)
 		return
 	}
+	if s.mayMove(v) {
+		s.stopNow(now, v)
+	}
+}
+
+// mayMove says whether no other slot loads or unloads on the slot's GPUs (accounting §4).
+func (s *State) mayMove(v *slot) bool {
 	for _, h := range v.on {
 		if o := s.transition(h.card); o != nil && o != v {
-			return
+			return false
 		}
 		if w := s.warmer(h.card); w != nil && w != v {
-			return
+			return false
 		}
 	}
-	s.stopNow(now, v)
+	return true
 }
 
 // stopNow sends the unload call out.
@@ -398,6 +405,9 @@ func (s *State) leftBehind(c *card, sl *slot) (residue, outsiders gpu.Bytes) {
 // flush calls the unload route of an IDLE lazy server that was never called:
 // it may have been loaded before we came (accounting §3).
 func (s *State) flush(now time.Time, v *slot) {
+	if !s.mayMove(v) {
+		return // once the other is done
+	}
 	s.stopNow(now, v)
 	v.stop.flush = true
 }

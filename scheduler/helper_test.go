@@ -89,13 +89,17 @@ type handle struct {
 }
 
 // given starts a world with one GPU of so many MiB, all free but for what is
-// said with free later. Every server answered its first probe: it is not loaded.
+// said with free later. Every server answered its first probe: it is not loaded, if it can tell.
 func given(t *testing.T, total gpu.Bytes, slots ...SlotConfig) *fixture {
 	cfg := defaults()
 	cfg.Slots = slots
 	f := givenConfig(t, cfg, total)
 	for _, c := range slots {
-		f.probe(c.Name, No)
+		told := NotTold
+		if c.CanTell {
+			told = No
+		}
+		f.probe(c.Name, told)
 	}
 	return f
 }

@@ -302,13 +302,10 @@ func (s *State) busyAnswer(now time.Time, e BusyAnswer) {
 			sl.gate.clear = true
 		}
 	}
-	if sl.held > 0 {
-		s.ask(sl, busyPoll)
+	if sl.held > 0 || sl.gate.closed && sl.state != Stopping && !sl.gate.clear && !sl.busy() {
+		s.ask(sl, busyPoll) // before pump, which would ask again at once
 	}
 	s.pump(now)
-	if sl.gate.closed && sl.state != Stopping && !sl.gate.clear && !sl.busy() {
-		s.ask(sl, busyPoll)
-	}
 }
 
 // expire refuses the jobs whose budget has ended.

@@ -121,12 +121,7 @@ func (s *State) plan(now time.Time) (progress bool) {
 			targets = append(targets, sl)
 		}
 	}
-	slices.SortStableFunc(targets, func(a, b *slot) int {
-		if d := a.queue.head().priority - b.queue.head().priority; d != 0 {
-			return d
-		}
-		return a.ageStart().Compare(b.ageStart())
-	})
+	slices.SortStableFunc(targets, targetOrder)
 	s.scratch = targets
 	for i, t := range targets {
 		if s.planTarget(now, t) {
@@ -137,6 +132,17 @@ func (s *State) plan(now time.Time) (progress bool) {
 		}
 	}
 	return false
+}
+
+// targetOrder is the order in which cold targets are served: by priority, then by age.
+func targetOrder(a, b *slot) int {
+	if d := a.queue.head().priority - b.queue.head().priority; d != 0 {
+		return d
+	}
+	if d := a.ageStart().Compare(b.ageStart()); d != 0 {
+		return d
+	}
+	return a.order - b.order
 }
 
 // ageStart is when the age of a cold target begins: with its oldest submission that was not served.
@@ -210,8 +216,13 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 		return s.begin(now, t)
 	}
 	if n := len(t.want.tries); n > 0 && n >= t.want.planned+s.cfg.MaxEvictions { // more unloads would not help either
+		t.why = "waits for memory that unloads did not bring back"
 		if v := s.unflushed(t); v != nil {
+			t.want.blocked = now
 			s.flush(now, v)
+			return false
+		}
+		if !t.want.blocked.IsZero() && !s.due(now, t.want.blocked.Add(s.cfg.OutsiderWait)) { // what was flushed has time to come back
 			return false
 		}
 		s.exhausted(now, t, "unloads did not bring the memory back")
@@ -311,8 +322,8 @@ func (s *State) permittedNow(now time.Time, t, v *slot) bool {
 	s.due(now, t.ageStart().Add(s.bound(t)))
 	age, b := now.Sub(t.ageStart()), s.bound(t)
 	switch {
-	case v.state == Unknown:
-		return v.health != healthUnknown && v.queue.count == 0
+	case v.state == Unknown: // one that waits itself goes too if t is before it: else the two would wait for each other
+		return v.health != healthUnknown && (v.queue.count == 0 || targetOrder(t, v) < 0)
 	case v.state == Loading: // abandoned
 		return v.queue.count == 0 && s.due(now, v.emptyAt.Add(s.cfg.AbandonAfter))
 	case !v.busy() && v.queue.count == 0: // rule 2

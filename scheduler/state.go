@@ -270,7 +270,7 @@ func later(a, b time.Time) time.Time {
 // to changes a slot's state. Any edge that is not in accounting §2 is a bug.
 func (s *State) to(now time.Time, sl *slot, state SlotState) {
 	if !legal[[2]SlotState{sl.state, state}] {
-		panic(fmt.Sprintf("scheduler: %s of %q is no legal edge", [2]SlotState{sl.state, state}, sl.cfg.Name))
+		panic(fmt.Sprintf("scheduler: %s to %s of %q is no legal edge", sl.state, state, sl.cfg.Name))
 	}
 	sl.state, sl.since = state, now
 	if state == Ready {

@@ -92,18 +92,17 @@ type simServer struct {
 	loaded  bool
 	life    int // counts crashes and unloads: what was under way then is void
 	mem     map[int]gpu.Bytes
-	late    map[int]gpu.Bytes // unloaded, but not given back yet
-	working int               // jobs and async work in its hands
-	removed bool              // not in the config just now
+	late    map[int][]*gpu.Bytes // unloaded, but not given back yet; the server's next load uses it again
+	working int                  // jobs and async work in its hands
+	removed bool                 // not in the config just now
 }
 
 type simJob struct {
-	id      JobID
-	server  *simServer
-	state   simJobState
-	sentAt  time.Time
-	lasts   time.Duration
-	outcome Outcome
+	id     JobID
+	server *simServer
+	state  simJobState
+	lasts  time.Duration
+	works  bool // its server works on it, whatever became of its client
 }
 
 type simJobState uint8
@@ -215,7 +214,7 @@ func (w *world) newConfig() Config {
 }
 
 func (w *world) newServer(name string) *simServer {
-	sv := &simServer{alive: true, mem: map[int]gpu.Bytes{}, late: map[int]gpu.Bytes{}}
+	sv := &simServer{alive: true, mem: map[int]gpu.Bytes{}, late: map[int][]*gpu.Bytes{}}
 	c := SlotConfig{
 		Name: name, Claim: gpu.Bytes(1000+w.rand.IntN(13)*1100) * mib, Concurrency: 1 + w.rand.IntN(3),
 		KeepAlive: w.between(0, 4*time.Second) * time.Duration(w.rand.IntN(2)), SwitchCost: w.between(time.Second, 6*time.Second),
@@ -268,9 +267,18 @@ func (w *world) newServer(name string) *simServer {
 func (g *simGPU) used(w *world) gpu.Bytes {
 	u := g.driver + g.outsiders
 	for _, sv := range w.servers {
-		u += sv.mem[g.index] + sv.late[g.index]
+		u += sv.holds(g.index)
 	}
 	return u
+}
+
+// holds is what a server's process holds of a GPU.
+func (sv *simServer) holds(index int) gpu.Bytes {
+	n := sv.mem[index]
+	for _, late := range sv.late[index] {
+		n += *late
+	}
+	return n
 }
 
 func (w *world) gpu(index int) *simGPU {
@@ -284,7 +292,7 @@ func (w *world) gpu(index int) *simGPU {
 func (w *world) roomFor(sv *simServer) bool {
 	for _, i := range sv.cfg.GPUs {
 		g := w.gpu(i)
-		if g == nil || g.lost || g.used(w)-sv.mem[i]+sv.takes > g.total {
+		if g == nil || g.lost || g.used(w)-sv.holds(i)+sv.takes > g.total {
 			return false
 		}
 	}
@@ -293,9 +301,20 @@ func (w *world) roomFor(sv *simServer) bool {
 
 func (w *world) hold(sv *simServer) {
 	sv.loaded = true
+	sv.reuse()
 	for _, i := range sv.cfg.GPUs {
 		sv.mem[i] = sv.takes
 	}
+}
+
+// reuse takes what was on its way back.
+func (sv *simServer) reuse() {
+	for _, all := range sv.late {
+		for _, late := range all {
+			*late = 0
+		}
+	}
+	clear(sv.late)
 }
 
 // letGo is the end of a server's model. Its memory may come back later, or not at all.
@@ -316,8 +335,9 @@ func (w *world) letGo(sv *simServer, keep gpu.Bytes) {
 		if delay == 0 || gone == 0 {
 			continue
 		}
-		sv.late[i] += gone
-		w.in(delay, func() { sv.late[i] = max(0, sv.late[i]-gone) })
+		late := gone
+		sv.late[i] = append(sv.late[i], &late)
+		w.in(delay, func() { late = 0 })
 	}
 }
 
@@ -325,9 +345,14 @@ func (w *world) crash(sv *simServer) {
 	sv.alive, sv.loaded, sv.working = false, false, 0
 	sv.life++
 	clear(sv.mem)
-	clear(sv.late)
+	sv.reuse()
 	for _, id := range w.order {
-		if j := w.jobs[id]; j.server == sv && j.state == simRunning {
+		j := w.jobs[id]
+		if j.server != sv {
+			continue
+		}
+		j.works = false
+		if j.state == simRunning {
 			w.in(w.between(0, 20*time.Millisecond), func() { w.release(j, NoAnswer) })
 		}
 	}
@@ -402,6 +427,7 @@ func (w *world) loadServer(sv *simServer, epoch uint64) {
 			for _, i := range sv.cfg.GPUs {
 				sv.mem[i] = max(sv.mem[i], sv.takes/2)
 			}
+			sv.reuse()
 		}
 	})
 	w.in(takes, func() {
@@ -456,19 +482,13 @@ func (w *world) unloadServer(sv *simServer, epoch uint64) {
 func (w *world) serve(j *simJob) {
 	sv := j.server
 	j.state = simRunning
-	j.outcome = Served
 	if !sv.alive {
 		w.in(time.Millisecond, func() { w.release(j, DialRefused) })
 		return
 	}
 	sv.working++
+	j.works = true
 	life := sv.life
-	end := func(outcome Outcome) {
-		if sv.working > 0 && (sv.alive || !w.crashedSince(sv, life)) {
-			sv.working--
-		}
-		w.release(j, outcome)
-	}
 	if !sv.loaded && !w.shape.locked { // the server loads inside its first request
 		w.in(w.between(0, time.Second), func() {
 			switch {
@@ -482,23 +502,28 @@ func (w *world) serve(j *simJob) {
 	}
 	if sv.cfg.Async && w.chance(85) {
 		w.in(w.between(0, 100*time.Millisecond), func() {
-			if sv.alive {
-				w.in(j.lasts, func() { sv.working = max(0, sv.working-1) })
-				w.release(j, Accepted)
-			}
+			w.in(j.lasts, func() { j.over() })
+			w.release(j, Accepted)
 		})
 		return
 	}
 	w.in(j.lasts, func() {
+		j.over()
 		if w.chance(10) {
-			end(NoAnswer)
+			w.release(j, NoAnswer)
 		} else {
-			end(Served)
+			w.release(j, Served)
 		}
 	})
 }
 
-func (w *world) crashedSince(sv *simServer, life int) bool { return sv.life != life }
+// over is the end of a job's work at its server.
+func (j *simJob) over() {
+	if j.works {
+		j.works = false
+		j.server.working--
+	}
+}
 
 func (w *world) release(j *simJob, outcome Outcome) {
 	if j.state != simRunning {
@@ -509,7 +534,9 @@ func (w *world) release(j *simJob, outcome Outcome) {
 		j.state = simHeld
 	}
 	w.ended = append(w.ended, j.id)
+	w.check.leaving = j.id
 	w.step(Release{Job: j.id, Outcome: outcome})
+	w.check.leaving = 0
 }
 
 // ---- what comes by itself ----
@@ -547,7 +574,7 @@ func (w *world) sample() {
 			d.Measured = map[string]gpu.Bytes{}
 			for _, sv := range w.servers {
 				if _, on := sv.mem[g.index]; on {
-					d.Measured[sv.cfg.Name] = sv.mem[g.index] + sv.late[g.index]
+					d.Measured[sv.cfg.Name] = sv.holds(g.index)
 				}
 			}
 		}
@@ -635,8 +662,6 @@ func (w *world) cancel() {
 		return
 	}
 	if j := w.someJob(simRunning); j != nil { // its client leaves; its server may work on
-		sv := j.server
-		w.in(w.between(0, 3*time.Second), func() { sv.working = max(0, sv.working-1) })
 		j.state = simEnded
 		w.ended = append(w.ended, j.id)
 		if w.chance(50) {

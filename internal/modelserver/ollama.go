@@ -339,8 +339,8 @@ func (o *ollama) stream(w http.ResponseWriter, r *http.Request, m *model, each t
 }
 
 // use is acquire with a keep-alive that starts to run at release.
-func (o *ollama) use(ctx context.Context, m *model, keep time.Duration) (release func(), err error) {
-	release, err = o.l.acquire(ctx, m, true)
+func (o *ollama) use(ctx context.Context, m *model, keep time.Duration) (func(), error) {
+	release, err := o.l.acquire(ctx, m, true)
 	if err != nil {
 		return nil, err
 	}

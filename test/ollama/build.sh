@@ -47,7 +47,7 @@ see_to_packages() {
 
 build() {
 	local malgo started=$SECONDS
-	say "building ollama $version (about two minutes on two cores)"
+	say "building ollama $version (some minutes on two cores)"
 	cd "$module_dir"
 	export GOWORK=off CGO_ENABLED=1
 	go mod download github.com/gen2brain/malgo

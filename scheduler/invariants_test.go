@@ -1,0 +1,701 @@
+package scheduler
+
+import (
+	"fmt"
+	"maps"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+func TestRandomHistoriesKeepTheRules(t *testing.T) {
+	steps, histories := 0, 0
+	for steps < historySteps && !t.Failed() {
+		rapid.Check(t, func(t *rapid.T) {
+			w := newWorld(t, drawShape(t))
+			w.live()
+			w.standStill(30 * time.Minute)
+			w.check.theEnd()
+			steps += w.steps
+			histories++
+		})
+	}
+	t.Logf("%d steps in %d histories", steps, histories)
+	if steps < historySteps {
+		t.Errorf("want at least %d steps, got %d", historySteps, steps)
+	}
+}
+
+// With honest servers, whose claims are right, and with telemetry, whoever fits
+// by our account must fit in truth: nobody ever runs out of memory.
+func TestHonestServersNeverRunOutOfMemory(t *testing.T) {
+	steps := 0
+	for steps < historySteps/5 && !t.Failed() {
+		rapid.Check(t, func(t *rapid.T) {
+			sh := drawShape(t)
+			sh.locked, sh.lies, sh.strange, sh.telemetry, sh.gpuLoss, sh.outsiders, sh.reload = false, false, false, false, false, false, false
+			w := newWorld(t, sh)
+			w.check.honest = true
+			w.live()
+			w.standStill(30 * time.Minute)
+			w.check.theEnd()
+			steps += w.steps
+		})
+	}
+}
+
+// checker compares every step with the contract. It knows the world's truth,
+// reads the state's fields, and does its own arithmetic.
+type checker struct {
+	w       *world
+	coming  *simJob // the job that the next Submit is
+	leaving JobID   // the job whose end is said for the first time
+	honest  bool    // running out of memory is a fault
+	meddled bool    // somebody took memory behind the scheduler's back
+
+	was     map[*slot]standing
+	event   Event
+	epochs  map[string]uint64 // of the load or unload that was asked for last
+	history []record
+}
+
+// standing is what a slot was like before a step.
+type standing struct {
+	state   SlotState
+	gate    gate
+	since   time.Time
+	lastUse time.Time
+	held    int
+	heldAt  time.Time
+	health  health
+	first   JobID
+	warming bool
+}
+
+type record struct {
+	at      time.Time
+	event   Event
+	effects []Effect
+	wake    time.Time
+}
+
+func standingOf(sl *slot) standing {
+	return standing{state: sl.state, gate: sl.gate, since: sl.since, lastUse: sl.lastUse, held: sl.held, heldAt: sl.heldAt, health: sl.health, first: sl.first, warming: sl.warming}
+}
+
+func (c *checker) before(e Event) {
+	if c.was == nil {
+		c.was, c.epochs = map[*slot]standing{}, map[string]uint64{}
+	}
+	clear(c.was)
+	for _, sl := range c.w.s.slots {
+		c.was[sl] = standingOf(sl)
+	}
+	c.event = e
+}
+
+func (c *checker) after(e Event, effects []Effect, wake time.Time) {
+	w := c.w
+	c.history = append(c.history, record{w.now, e, slices.Clone(effects), wake})
+	if len(c.history) > 160 {
+		c.history = c.history[80:]
+	}
+	twin, twinWake := w.twin.Step(w.now, e)
+	if !reflect.DeepEqual(effects, twin) || !wake.Equal(twinWake) {
+		w.fail("the same history had other effects:\n%s\n%s", tell(effects), tell(twin))
+	}
+	c.jobs(e, effects)
+	c.wake(e, wake)
+	for _, sl := range w.s.slots {
+		c.edge(sl, effects)
+		c.lastUse(sl)
+		c.held(sl)
+	}
+	for _, f := range effects {
+		switch {
+		case f.Kind == StartUnload:
+			c.unload(f)
+		case f.Kind == Load:
+			c.epochs[f.Slot] = f.Epoch
+		case f.Kind == Decided && f.Decision.Kind == "load":
+			c.load(w.s.named[f.Slot])
+		case f.Kind == Decided && (f.Decision.Kind == "unloaded" || f.Decision.Kind == "evicted") && c.movedAlone():
+			c.residue(f.Slot)
+		}
+	}
+	for _, sl := range w.s.slots {
+		if _, sampled := e.(Sampled); sampled {
+			c.residue(sl.cfg.Name)
+		}
+		c.closed(sl)
+	}
+	c.stale(e, effects)
+	if w.s.cfg.Mode != Passthrough {
+		c.lock()
+		c.transitions()
+	}
+}
+
+// jobs checks that every job ends exactly once, and that the totals say so.
+func (c *checker) jobs(e Event, effects []Effect) {
+	w := c.w
+	if _, new := e.(Submit); new {
+		if len(effects) == 0 || effects[0].Kind > Refuse {
+			w.fail("the first effect of a Submit is not about its job: %s", tell(effects))
+		}
+		if id := effects[0].Job; id != 0 {
+			if w.jobs[id] != nil {
+				w.fail("job %d was given out twice", id)
+			}
+			c.coming.id = id
+			w.jobs[id] = c.coming
+			w.order = append(w.order, id)
+		}
+	}
+	for _, f := range effects {
+		if f.Kind != Admit && f.Kind != Refuse || f.Job == 0 {
+			continue
+		}
+		j := w.jobs[f.Job]
+		if j == nil || j.state != simWaiting {
+			w.fail("job %d was admitted or refused, and was not waiting", f.Job)
+		}
+		if f.Kind == Refuse {
+			j.state = simEnded
+			if f.Refusal == nil || f.Refusal.Code == "" || f.Refusal.Message == "" {
+				w.fail("a refusal without a reason: %+v", f.Refusal)
+			}
+			continue
+		}
+		j.state = simRunning
+		sl := w.s.named[f.Slot]
+		was, old := c.was[sl]
+		if old && was.gate.closed && sl.gate.closed && was.gate.since.Equal(sl.gate.since) {
+			w.fail("job %d was admitted to %s, whose gate is closed", f.Job, f.Slot)
+		}
+		if sl.state != Ready {
+			w.fail("job %d was admitted to %s, which is %s", f.Job, f.Slot, sl.state)
+		}
+		if !sl.cfg.Async && sl.active > sl.cfg.Concurrency {
+			w.fail("%s runs %d jobs, its concurrency is %d", f.Slot, sl.active, sl.cfg.Concurrency)
+		}
+	}
+	running := map[*simServer]int{}
+	waiting := 0
+	for _, id := range w.order[max(0, len(w.order)-600):] {
+		switch j := w.jobs[id]; j.state {
+		case simRunning:
+			running[j.server]++
+		case simWaiting:
+			waiting++
+		case simHeld, simEnded:
+		}
+	}
+	held := 0
+	for _, sl := range w.s.slots {
+		held += sl.held
+		if want := running[w.server(sl.cfg.Name)]; sl.active != want {
+			w.fail("%s counts %d active jobs, %d are running", sl.cfg.Name, sl.active, want)
+		}
+	}
+	n := w.s.counts
+	if w.s.waiting != waiting || n.Jobs != n.Ended+n.Cancelled+n.Refused+uint64(w.s.waiting+w.s.running) {
+		w.fail("the counts don't add up: %+v, %d waiting (truly %d), %d running", n, w.s.waiting, waiting, w.s.running)
+	}
+	active := 0
+	for _, r := range running {
+		active += r
+	}
+	if w.s.running != active+held {
+		w.fail("%d jobs count as running, %d are and %d are held", w.s.running, active, held)
+	}
+}
+
+// wake checks that nobody who waits is forgotten, and that waking is no busy loop.
+func (c *checker) wake(e Event, wake time.Time) {
+	now := c.w.now
+	if _, woken := e.(Wake); woken && !wake.IsZero() && !wake.After(now) {
+		c.w.fail("after a wake at %s the next is due at %s", now, wake)
+	}
+	if c.w.s.waiting > 0 && (wake.IsZero() || wake.After(now.Add(5*time.Second))) {
+		c.w.fail("jobs wait, and the next wake is at %s", wake)
+	}
+}
+
+// edge checks the second column of accounting §2: why a slot's state may change.
+func (c *checker) edge(sl *slot, effects []Effect) {
+	was, old := c.was[sl]
+	if !old || was.state == sl.state || c.w.s.cfg.Mode != Evicting {
+		return
+	}
+	has := func(k EffectKind) bool {
+		return slices.ContainsFunc(effects, func(f Effect) bool { return f.Kind == k && f.Slot == sl.cfg.Name })
+	}
+	why := true
+	switch sl.state {
+	case Loading:
+		why = has(Load)
+	case Stopping:
+		why = has(StartUnload)
+	case Ready:
+		switch e := c.event.(type) {
+		case LoadDone:
+			why = was.state == Loading && e.Slot == sl.cfg.Name && e.Epoch == c.epochs[e.Slot] || has(Admit)
+		case UnloadDone:
+			why = was.state == Stopping && e.Err != "" || has(Admit)
+		case Probed:
+			why = was.state != Loading && was.state != Stopping || has(Admit)
+		default:
+			why = has(Admit) // lazy
+		}
+	case Idle:
+		switch c.event.(type) {
+		case Probed, Release:
+			why = was.state == Ready || was.state == Unknown || was.state == Stopping
+		case LoadDone:
+			why = was.state == Loading || was.state == Stopping
+		default:
+			why = was.state == Stopping
+		}
+	case Unknown:
+		e, ok := c.event.(UnloadDone)
+		why = ok && e.Err != "" && was.state == Stopping
+	}
+	if !why {
+		c.w.fail("%s went from %s to %s by %T", sl.cfg.Name, was.state, sl.state, c.event)
+	}
+	if was.state == Loading || was.state == Stopping || sl.state == Loading {
+		c.epoch(sl)
+	}
+}
+
+// epoch checks that an answer which ends a load or unload is the answer to the one under way.
+func (c *checker) epoch(sl *slot) {
+	var name string
+	var epoch uint64
+	switch e := c.event.(type) {
+	case LoadDone:
+		name, epoch = e.Slot, e.Epoch
+	case UnloadDone:
+		name, epoch = e.Slot, e.Epoch
+	default:
+		return
+	}
+	if name == sl.cfg.Name && c.was[sl].state != sl.state && epoch+1 < sl.epoch && sl.state != Loading && sl.state != Stopping {
+		c.w.fail("an answer with epoch %d moved %s, which is at %d", epoch, name, sl.epoch)
+	}
+}
+
+// lastUse checks that it is the end of real work, and nothing else.
+func (c *checker) lastUse(sl *slot) {
+	was, old := c.was[sl]
+	worked := false
+	switch e := c.event.(type) {
+	case Release:
+		j := c.w.jobs[e.Job]
+		worked = j != nil && j.server.cfg.Name == sl.cfg.Name && (e.Outcome == Served || e.Outcome == Accepted)
+	case BusyAnswer:
+		worked = e.Slot == sl.cfg.Name && !e.Busy
+	}
+	if old && !was.lastUse.Equal(sl.lastUse) && (!worked || !sl.lastUse.Equal(c.w.now)) {
+		c.w.fail("%T moved the last use of %s to %s", c.event, sl.cfg.Name, sl.lastUse)
+	}
+	if e, ok := c.event.(Release); ok && worked && e.Job == c.leaving && !sl.lastUse.Equal(c.w.now) {
+		c.w.fail("a served job of %s did not move its last use", sl.cfg.Name)
+	}
+}
+
+// held checks that work which outlives its answers is let go only on its server's word, or with its server.
+func (c *checker) held(sl *slot) {
+	was, old := c.was[sl]
+	if !old || sl.held >= was.held {
+		return
+	}
+	if e, ok := c.event.(BusyAnswer); ok && e.Slot == sl.cfg.Name && !e.Busy && !e.Sent.Before(was.heldAt) && sl.held == 0 {
+		return
+	}
+	if _, ok := c.event.(Probed); ok && sl.state != Ready && sl.held == 0 {
+		return
+	}
+	c.w.fail("%T ended held work of %s", c.event, sl.cfg.Name)
+}
+
+// unload checks spec §3.2: what a victim is at the moment of its unload.
+func (c *checker) unload(f Effect) {
+	w, v := c.w, c.w.s.named[f.Slot]
+	c.epochs[f.Slot] = f.Epoch
+	t := v.stop.target
+	if v.active > 0 || v.held > 0 {
+		w.fail("%s is unloaded with %d active and %d held jobs", f.Slot, v.active, v.held)
+	}
+	if sv := w.server(f.Slot); sv.cfg.CanBusy && sv.working > 0 && !v.stop.flush && v.stop.from != Loading {
+		w.fail("%s is unloaded, and its server works on %d jobs", f.Slot, sv.working)
+	}
+	if !v.cfg.CanUnload {
+		w.fail("%s is unloaded, and has no way to", f.Slot)
+	}
+	if v.stop.flush || t == nil {
+		return
+	}
+	switch {
+	case v == t || v.cfg.Pin || v.cfg.NoEvict || v.cfg.VRAMManaged || slices.Contains(t.cfg.Coexist, v.cfg.Name):
+		w.fail("%s is unloaded for %s, and is protected from that", f.Slot, t.cfg.Name)
+	case t.state != Idle && t.state != Unknown || t.queue.count == 0:
+		w.fail("%s is unloaded for %s, which is %s and has %d waiting", f.Slot, t.cfg.Name, t.state, t.queue.count)
+	case v.stop.from == Idle:
+		w.fail("%s is unloaded for %s, and was not loaded", f.Slot, t.cfg.Name)
+	}
+	if m := c.model(t, v); m != nil && !t.want.extra && m.fits() {
+		w.fail("%s is unloaded for %s, which fits: %s", f.Slot, t.cfg.Name, m)
+	}
+}
+
+// closed checks "plan before acting": a gate closes only if the permitted victims together are enough.
+func (c *checker) closed(v *slot) {
+	t := v.gate.target
+	if was, old := c.was[v]; !old || t == nil || was.gate.closed && was.gate.target == t && was.gate.since.Equal(v.gate.since) || t.want.extra {
+		return
+	}
+	m := c.model(t, v)
+	if m == nil {
+		return
+	}
+	for _, o := range c.w.s.slots {
+		if o != t && !o.cfg.Pin && !o.cfg.NoEvict && !o.cfg.VRAMManaged && o.cfg.CanUnload && !slices.Contains(t.cfg.Coexist, o.cfg.Name) {
+			m.unload(o)
+		}
+	}
+	if !m.fits() {
+		c.w.fail("the gate of %s closes for %s, and all victims together are not enough: %s", v.cfg.Name, t.cfg.Name, m)
+	}
+}
+
+// load checks that no decision takes the bookings of a GPU above what it has.
+func (c *checker) load(t *slot) {
+	for _, h := range t.on {
+		g := c.w.s.card(h.card)
+		if h.booking < t.claim() {
+			c.w.fail("%s is loaded and booked for %s, its claim is %s", t.cfg.Name, h.booking, t.claim())
+		}
+		var booked gpu.Bytes
+		for _, sl := range c.w.s.slots {
+			if o := sl.hold(h.card); o != nil {
+				booked += bookingOf(sl, o)
+			}
+		}
+		if booked > g.Total-c.w.s.cfg.Reserve {
+			c.w.fail("the load of %s takes the bookings of GPU %d to %s of %s", t.cfg.Name, h.card, booked, g.Total-c.w.s.cfg.Reserve)
+		}
+	}
+}
+
+func bookingOf(sl *slot, h *holding) gpu.Bytes {
+	if sl.state == Idle {
+		return h.residue
+	}
+	return h.booking
+}
+
+// residue checks the cap of accounting §1: what nobody else and no earlier outsider explains of the memory in use.
+func (c *checker) residue(name string) {
+	sl := c.w.s.named[name]
+	if sl == nil || sl.state != Idle {
+		return
+	}
+	for _, h := range sl.on {
+		g := c.w.s.card(h.card)
+		if g == nil || !g.Known || h.hasMeas || h.residue == 0 {
+			continue
+		}
+		m := c.w.newModel(g, sl)
+		if rest := m.used() - m.othersSeen(); h.residue > max(0, rest) {
+			c.w.fail("%s keeps a residue of %s on GPU %d, only %s is left unexplained", name, h.residue, h.card, rest)
+		}
+	}
+}
+
+// movedAlone says whether one slot alone changed its state.
+func (c *checker) movedAlone() bool {
+	n := 0
+	for _, sl := range c.w.s.slots {
+		if was, old := c.was[sl]; !old || was.state != sl.state {
+			n++
+		}
+	}
+	return n == 1
+}
+
+// lock checks that at most one exclusive slot computes on a GPU.
+func (c *checker) lock() {
+	s := c.w.s
+	for _, g := range s.gpus {
+		var who []string
+		for _, sl := range s.slots {
+			if sl.busy() && !sl.cfg.LockNone && (s.cfg.LockGlobal || sl.hold(g.Index) != nil) {
+				who = append(who, sl.cfg.Name)
+			}
+		}
+		if len(who) > 1 {
+			c.w.fail("%s compute at once on GPU %d", who, g.Index)
+		}
+		if len(who) == 1 && s.named[who[0]].hold(g.Index) != nil && name(c.w.s.owner(g.Index)) != who[0] {
+			c.w.fail("%s computes on GPU %d, its lock is %q's", who[0], g.Index, name(c.w.s.owner(g.Index)))
+		}
+	}
+}
+
+// transitions checks accounting §4: at most one load or unload on a GPU, the first job of a lazy slot included.
+func (c *checker) transitions() {
+	for _, g := range c.w.s.gpus {
+		var who []string
+		for _, sl := range c.w.s.slots {
+			if sl.hold(g.Index) != nil && (sl.state == Loading || sl.state == Stopping || sl.stop.flush || sl.warming) {
+				who = append(who, sl.cfg.Name)
+			}
+		}
+		if len(who) > 1 {
+			c.w.fail("%s load or unload at once on GPU %d", who, g.Index)
+		}
+	}
+	for _, sl := range c.w.s.slots {
+		if sl.warming && c.w.jobs[sl.first].state == simEnded {
+			c.w.fail("%s counts as loading, and its first job has ended", sl.cfg.Name)
+		}
+	}
+}
+
+// stale checks that what is out of date changes nothing.
+func (c *checker) stale(e Event, effects []Effect) {
+	p, ok := e.(Probed)
+	sl := c.w.s.named[p.Slot]
+	if !ok || sl == nil || !p.Sent.Before(c.was[sl].since) {
+		return
+	}
+	if was := c.was[sl]; sl.health != was.health || len(effects) > 0 {
+		c.w.fail("a probe of %s, sent %s before its last change, had effects: %s", p.Slot, was.since.Sub(p.Sent), tell(effects))
+	}
+}
+
+// outOfMemory is a server that found less memory than it was promised.
+func (c *checker) outOfMemory(sv *simServer) {
+	if c.honest && !c.meddled && !c.w.calm {
+		c.w.fail("%s ran out of memory", sv.cfg.Name)
+	}
+}
+
+// theEnd checks what must hold once all is over.
+func (c *checker) theEnd() {
+	if a, b := c.w.s.Snapshot(), c.w.twin.Snapshot(); !reflect.DeepEqual(a, b) {
+		c.w.fail("the same history came to another state:\n%+v\n%+v", a, b)
+	}
+	for _, id := range c.w.order {
+		if j := c.w.jobs[id]; j.state == simWaiting || j.state == simRunning {
+			c.w.fail("job %d never ended", id)
+		}
+	}
+	for _, g := range c.w.s.gpus {
+		if o := c.w.s.owner(g.Index); o != nil {
+			c.w.fail("nothing runs, and %s holds the lock of GPU %d", o.cfg.Name, g.Index)
+		}
+	}
+}
+
+// story is what happened last, for people.
+func (c *checker) story() string {
+	var b strings.Builder
+	start := time.Unix(1_000_000, 0)
+	for _, sl := range c.w.s.slots {
+		fmt.Fprintf(&b, "%+v\n", sl.cfg)
+	}
+	for _, r := range c.history {
+		if len(r.effects) == 0 {
+			switch r.event.(type) {
+			case Probed, Sampled, Wake:
+				continue
+			}
+		}
+		event := fmt.Sprintf("%T%+v", r.event, r.event)
+		if e, ok := r.event.(Submit); ok {
+			event = fmt.Sprintf("Submit %s priority %d", e.Slot, e.Priority)
+		}
+		fmt.Fprintf(&b, "%8.3f %s → %s\n", r.at.Sub(start).Seconds(), event, tell(r.effects))
+	}
+	for _, sl := range c.w.s.slots {
+		fmt.Fprintf(&b, "%s: %s was %s active %d held %d waiting %d (%s) gate %t for %q epoch %d health %d warming %t gone %t order %d\n", sl.cfg.Name, sl.state, c.was[sl].state, sl.active, sl.held, sl.queue.count, sl.why,
+			sl.gate.closed, name(sl.gate.target), sl.epoch, sl.health, sl.warming, sl.gone, sl.order)
+		for _, h := range sl.on {
+			fmt.Fprintf(&b, "    %+v\n", *h)
+		}
+	}
+	for _, g := range c.w.s.gpus {
+		fmt.Fprintf(&b, "GPU %d: total %s free %s known %t lost %t owner %s\n", g.Index, g.Total, g.Free, g.Known, g.Lost, name(c.w.s.owner(g.Index)))
+	}
+	return b.String()
+}
+
+func tell(effects []Effect) string {
+	var parts []string
+	for _, f := range effects {
+		kind := [...]string{"queued", "admit", "refuse", "LOAD", "UNLOAD", "check busy", "probe", "dropped", "not now", "decided"}[f.Kind]
+		switch {
+		case f.Decision != nil:
+			parts = append(parts, fmt.Sprintf("[%s %s: %s]", f.Decision.Kind, f.Slot, f.Decision.Reason))
+		case f.Refusal != nil:
+			parts = append(parts, fmt.Sprintf("%s %d %s", kind, f.Job, f.Refusal.Code))
+		default:
+			parts = append(parts, fmt.Sprintf("%s %s %d/%d", kind, f.Slot, f.Job, f.Epoch))
+		}
+	}
+	return strings.Join(parts, ", ")
+}
+
+// model is accounting §1 written down once more, plainly, from the contract.
+type model struct {
+	w       *world
+	total   gpu.Bytes
+	free    gpu.Bytes
+	known   bool
+	need    gpu.Bytes
+	held    gpu.Bytes
+	booked  map[string]gpu.Bytes // of the others
+	seen    map[string]gpu.Bytes
+	targets gpu.Bytes // seen of the target: its residue
+}
+
+// model is the account of the target's GPU, with v as it was before its unload began.
+// nil where it can't tell: several GPUs, or an unload that is not over.
+func (c *checker) model(t, v *slot) *model {
+	if len(t.on) != 1 || c.w.s.card(t.on[0].card) == nil {
+		return nil
+	}
+	for _, sl := range c.w.s.slots {
+		if sl.hold(t.on[0].card) != nil && sl.stop.called {
+			return nil
+		}
+	}
+	g := c.w.s.card(t.on[0].card)
+	state := v.state
+	if state == Stopping {
+		v.state = v.stop.from
+	}
+	m := c.w.newModel(g, t)
+	v.state = state
+	h := t.on[0]
+	if t.state == Idle && t.health == healthGood {
+		m.held = min(h.residue, t.cfg.Residual)
+		if h.hasMeas {
+			m.held = min(h.residue, h.measured)
+		}
+	}
+	cushion := 256 * mib
+	if g.Unified {
+		cushion = 4096 * mib
+	}
+	if c.w.s.cfg.Cushion != nil {
+		cushion = *c.w.s.cfg.Cushion
+	}
+	m.need = t.claim() - m.held + cushion
+	return m
+}
+
+func (w *world) newModel(g *card, t *slot) *model {
+	m := &model{w: w, total: g.Total, free: g.Free, known: g.Known, booked: map[string]gpu.Bytes{}, seen: map[string]gpu.Bytes{}}
+	var unknown []string
+	for _, sl := range w.s.slots {
+		h := sl.hold(g.Index)
+		if h == nil {
+			continue
+		}
+		if sl == t {
+			if t.state == Idle {
+				m.targets = h.residue
+			}
+			continue
+		}
+		b := bookingOf(sl, h)
+		m.booked[sl.cfg.Name] = b
+		v := b
+		switch {
+		case h.hasMeas && sl.state != Idle:
+			v = h.measured
+		case h.hasMeas:
+			v = h.measured
+		case sl.state == Loading, sl.state == Ready && !sl.settled:
+			v = max(0, min(h.drop, b))
+		case sl.state == Unknown:
+			unknown = append(unknown, sl.cfg.Name)
+			continue
+		}
+		m.seen[sl.cfg.Name] = v
+	}
+	for _, n := range unknown {
+		v := max(0, min(m.used()-m.othersSeen()-m.targets, m.booked[n]))
+		m.seen[n] = v
+	}
+	return m
+}
+
+func (m *model) used() gpu.Bytes { return m.total - m.free }
+
+func (m *model) othersSeen() gpu.Bytes { return sum(m.seen) }
+
+func sum(of map[string]gpu.Bytes) (n gpu.Bytes) {
+	for v := range maps.Values(of) {
+		n += v
+	}
+	return n
+}
+
+// unload takes a slot away in thought: what it left behind before stays.
+func (m *model) unload(sl *slot) {
+	b, on := m.booked[sl.cfg.Name]
+	state := sl.state
+	if state == Stopping {
+		state = sl.stop.from
+	}
+	if !on || b == 0 || state == Idle {
+		return
+	}
+	rest := sl.cfg.Residual
+	for _, h := range sl.on {
+		if c := m.w.s.card(h.card); c != nil && h.known >= 0 && c.Total == m.total {
+			rest = h.known
+		}
+	}
+	if len(sl.on) > 1 { // of two GPUs, take the better
+		rest = 0
+	}
+	v := m.seen[sl.cfg.Name]
+	if !m.known {
+		v = b
+	}
+	rest = min(rest, v)
+	m.free += v - rest
+	m.booked[sl.cfg.Name], m.seen[sl.cfg.Name] = rest, rest
+}
+
+// available is A.
+func (m *model) available() gpu.Bytes {
+	reserve := m.w.s.cfg.Reserve
+	if !m.known {
+		return m.total - sum(m.booked) - m.targets - reserve
+	}
+	var growth gpu.Bytes
+	for n, b := range m.booked {
+		growth += max(0, b-m.seen[n])
+	}
+	outsiders := max(0, m.used()-m.othersSeen()-m.targets)
+	return min(m.free-growth, m.total-outsiders-sum(m.booked)-m.targets) - reserve
+}
+
+func (m *model) fits() bool { return m.need <= m.available() }
+
+func (m *model) String() string {
+	return fmt.Sprintf("need %s (held %s), available %s of free %s, booked %v, seen %v", m.need, m.held, m.available(), m.free, m.booked, m.seen)
+}

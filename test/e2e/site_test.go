@@ -1,0 +1,435 @@
+// Package e2e drives the broker from end to end: a real Caddy process with the
+// module, pretending model servers on a simulated GPU, and real HTTP clients.
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu/simulated"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+)
+
+// patience bounds every wait of these tests: past it something hangs.
+const patience = 30 * time.Second
+
+// caddy builds the binary once for all tests; $GPU_BROKER_CADDY names one that is built already.
+var caddy = sync.OnceValues(func() (string, error) {
+	if path := os.Getenv("GPU_BROKER_CADDY"); path != "" {
+		return path, nil
+	}
+	path := filepath.Join(os.TempDir(), fmt.Sprintf("gpu-broker-e2e-%d", os.Getpid()), "caddy")
+	out, err := exec.Command("go", "build", "-o", path, "github.com/gpu-broker/caddy-gpu-broker/cmd/caddy").CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("building caddy: %w\n%s", err, out)
+	}
+	return path, nil
+})
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	_ = os.RemoveAll(filepath.Join(os.TempDir(), fmt.Sprintf("gpu-broker-e2e-%d", os.Getpid())))
+	os.Exit(code)
+}
+
+// consumer is one model server of a site.
+type consumer struct {
+	modelserver.Options        // Name, VRAM, times …; Manner decides on the lines below
+	Lines               string // more lines of its consumer block; a "vram" line replaces the true one
+	Route               string // more lines of its gpu_broker directive
+	Proxy               string // lines instead of reverse_proxy {http.gpu_broker.upstream}
+}
+
+// layout is what a site is made of.
+type layout struct {
+	Total     string // of the simulated GPU; 16GiB
+	GPU       string // the gpu line's block, one setting a line: `release_delay 800ms`
+	Global    string // more lines of the global option gpu_broker
+	Consumers []consumer
+	Routes    string // more lines of the site
+	HTTPS     bool   // with Caddy's local CA; HTTP/2
+}
+
+// site is a running Caddy with its model servers.
+type site struct {
+	t       testing.TB
+	url     string
+	admin   string
+	dir     string // of this site: config, data, log, simulated GPU
+	sim     string
+	cmd     *exec.Cmd
+	servers map[string]*modelserver.Server
+	client  *http.Client // HTTP/1.1, or HTTP/2 with HTTPS
+	layout  layout
+}
+
+// start runs a site until the test ends.
+func start(t testing.TB, l layout) *site {
+	t.Helper()
+	bin, err := caddy()
+	require.NoError(t, err)
+	s := &site{t: t, dir: t.TempDir(), servers: map[string]*modelserver.Server{}, layout: l}
+	s.sim = filepath.Join(s.dir, "gpu")
+	require.NoError(t, os.MkdirAll(s.sim, 0o755))
+	total, err := gpu.ParseBytes(l.total())
+	require.NoError(t, err)
+	for _, c := range l.Consumers {
+		o := c.Options
+		o.SimDir, o.Total = s.sim, total
+		srv, err := modelserver.Start(o)
+		require.NoError(t, err)
+		t.Cleanup(func() { _ = srv.Close() })
+		s.servers[o.Name] = srv
+	}
+	s.admin = freeAddr(t)
+	addr := freeAddr(t)
+	scheme := "http"
+	if l.HTTPS {
+		scheme = "https"
+	}
+	_, port, _ := net.SplitHostPort(addr)
+	s.url = scheme + "://localhost:" + port
+	s.write(s.caddyfile(port))
+
+	log, err := os.Create(filepath.Join(s.dir, "caddy.log"))
+	require.NoError(t, err)
+	defer log.Close()
+	s.cmd = exec.Command(bin, "run", "--config", filepath.Join(s.dir, "Caddyfile"), "--adapter", "caddyfile")
+	s.cmd.Env = append(os.Environ(), "HOME="+s.dir, "XDG_DATA_HOME="+filepath.Join(s.dir, "data"), "XDG_CONFIG_HOME="+filepath.Join(s.dir, "config"))
+	s.cmd.Stdout, s.cmd.Stderr = log, log
+	require.NoError(t, s.cmd.Start())
+	t.Cleanup(s.stop)
+	s.client = s.newClient()
+	s.until("the site answers", func() bool {
+		resp, err := s.client.Get(s.url + "/gpu/healthz")
+		if err == nil {
+			_ = resp.Body.Close()
+		}
+		return err == nil && resp.StatusCode == 200
+	})
+	s.until("the first probes and the first sample are in", func() bool {
+		st := s.status()
+		for _, c := range st.Consumers {
+			if c.Health == "unknown" {
+				return false
+			}
+		}
+		return len(st.GPUs) > 0
+	})
+	return s
+}
+
+func (l layout) total() string {
+	if l.Total == "" {
+		return "16GiB"
+	}
+	return l.Total
+}
+
+// caddyfile writes the site's configuration. Times that real servers need are made short.
+func (s *site) caddyfile(port string) string {
+	var b strings.Builder
+	line := func(format string, args ...any) { fmt.Fprintf(&b, format+"\n", args...) }
+	line("{\nadmin %s\nlocal_certs\nskip_install_trust\nauto_https disable_redirects", s.admin)
+	line("gpu_broker {\ngpu simulated %s {\ndir %s\n%s\n}", s.layout.total(), s.sim, s.layout.GPU)
+	for _, d := range []string{"hold 0", "probe_interval 500ms", "outsider_wait 2s"} {
+		if word, _, _ := strings.Cut(d, " "); !strings.Contains(s.layout.Global, word+" ") {
+			line("%s", d)
+		}
+	}
+	line("%s", s.layout.Global)
+	for _, c := range s.layout.Consumers {
+		line("consumer %s {\nupstream %s", c.Name, s.servers[c.Name].Addr())
+		if !strings.Contains(c.Lines, "vram ") {
+			vram := c.VRAM
+			for _, m := range c.Models {
+				vram = max(vram, m)
+			}
+			line("vram %d", vram)
+		}
+		if !strings.Contains(c.Lines, "lifecycle_by_hand") {
+			line("%s", manners[c.Manner])
+		}
+		line("%s\n}", strings.ReplaceAll(c.Lines, "lifecycle_by_hand", ""))
+	}
+	line("}\n}")
+	if s.layout.HTTPS {
+		line("https://localhost:%s {\ntls internal", port)
+	} else {
+		line("http://localhost:%s {", port)
+	}
+	for _, c := range s.layout.Consumers {
+		proxy := c.Proxy
+		if proxy == "" {
+			proxy = "reverse_proxy {http.gpu_broker.upstream}"
+		}
+		line("handle_path /%s/* {\ngpu_broker %s {\n%s\n}\n%s\n}", c.Name, c.Name, c.Route, proxy)
+	}
+	line("%s\nhandle /gpu/* {\ngpu_broker_status\n}\n}", s.layout.Routes)
+	return b.String()
+}
+
+// manners are the lines that tell the broker how to treat a pretending server.
+var manners = map[modelserver.Manner]string{
+	"": `health /health {
+		loaded $.loaded
+		resident_mib $.gpu_resident_mib
+	}
+	load POST /api/admin/load
+	unload POST /api/admin/unload`,
+	modelserver.Plain: `health /health {
+		loaded $.loaded
+		resident_mib $.gpu_resident_mib
+	}
+	load POST /api/admin/load
+	unload POST /api/admin/unload`,
+	modelserver.Ollama:  "preset ollama",
+	modelserver.ComfyUI: "preset comfyui",
+}
+
+func (s *site) write(caddyfile string) {
+	require.NoError(s.t, os.WriteFile(filepath.Join(s.dir, "Caddyfile"), []byte(caddyfile), 0o644))
+}
+
+// newClient is a client with connections of its own. It trusts the site's CA.
+func (s *site) newClient() *http.Client {
+	tr := &http.Transport{MaxIdleConnsPerHost: 64}
+	if s.layout.HTTPS {
+		root := filepath.Join(s.dir, "data", "caddy", "pki", "authorities", "local", "root.crt")
+		pool := x509.NewCertPool()
+		s.until("Caddy has made its local CA", func() bool {
+			pem, err := os.ReadFile(root)
+			return err == nil && pool.AppendCertsFromPEM(pem)
+		})
+		tr.TLSClientConfig = &tls.Config{RootCAs: pool}
+		tr.ForceAttemptHTTP2 = true
+	}
+	s.t.Cleanup(tr.CloseIdleConnections)
+	return &http.Client{Transport: tr, Timeout: 2 * patience}
+}
+
+func (s *site) stop() {
+	_ = s.cmd.Process.Signal(syscall.SIGTERM)
+	done := make(chan struct{})
+	go func() { _ = s.cmd.Wait(); close(done) }()
+	select {
+	case <-done:
+	case <-time.After(patience):
+		_ = s.cmd.Process.Kill()
+		s.t.Errorf("caddy did not stop")
+	}
+	log, _ := os.ReadFile(filepath.Join(s.dir, "caddy.log"))
+	if bytes.Contains(log, []byte("panic:")) || bytes.Contains(log, []byte("DATA RACE")) {
+		s.t.Errorf("caddy panicked or raced")
+	}
+	if s.t.Failed() {
+		var ours []string
+		for line := range strings.Lines(string(log)) {
+			if strings.Contains(line, "gpu_broker") || !strings.Contains(line, `"level":"info"`) {
+				ours = append(ours, line)
+			}
+		}
+		s.t.Logf("caddy's log:\n%s", strings.Join(ours[max(0, len(ours)-100):], ""))
+	}
+}
+
+// until polls a condition that has no signal of its own.
+func (s *site) until(what string, cond func() bool) {
+	s.t.Helper()
+	deadline := time.Now().Add(patience)
+	for !cond() {
+		if time.Now().After(deadline) {
+			s.t.Fatalf("waited %s in vain until %s", patience, what)
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+}
+
+// answer is what a request got.
+type answer struct {
+	status int
+	header http.Header
+	body   []byte
+	err    error
+	took   time.Duration
+	at     time.Time // when the last byte was there
+}
+
+// code is the code of the broker's error document; empty: it is none.
+func (a answer) code() string {
+	var doc struct {
+		Error struct {
+			Type string `json:"type"`
+			Code string `json:"code"`
+		} `json:"error"`
+	}
+	if json.Unmarshal(a.body, &doc) != nil || doc.Error.Type != "gpu_broker_error" {
+		return ""
+	}
+	return doc.Error.Code
+}
+
+// do sends a request to a path of the site and reads the whole answer.
+func (s *site) do(ctx context.Context, method, path string, body io.Reader) answer {
+	return s.doWith(s.client, ctx, method, path, body)
+}
+
+func (s *site) doWith(c *http.Client, ctx context.Context, method, path string, body io.Reader) answer {
+	began := time.Now()
+	req, err := http.NewRequestWithContext(ctx, method, s.url+path, body)
+	require.NoError(s.t, err)
+	resp, err := c.Do(req)
+	if err != nil {
+		return answer{err: err, took: time.Since(began), at: time.Now()}
+	}
+	defer resp.Body.Close()
+	data, err := io.ReadAll(resp.Body)
+	return answer{status: resp.StatusCode, header: resp.Header, body: data, err: err, took: time.Since(began), at: time.Now()}
+}
+
+// get and post are do without a context.
+func (s *site) get(path string) answer { return s.do(context.Background(), "GET", path, nil) }
+func (s *site) post(path, body string) answer {
+	return s.do(context.Background(), "POST", path, strings.NewReader(body))
+}
+
+// go_ sends a request in the background.
+func (s *site) go_(method, path, body string) <-chan answer {
+	return s.goCtx(context.Background(), method, path, body)
+}
+
+func (s *site) goCtx(ctx context.Context, method, path, body string) <-chan answer {
+	out := make(chan answer, 1)
+	go func() { out <- s.do(ctx, method, path, strings.NewReader(body)) }()
+	return out
+}
+
+// await takes an answer that must come.
+func (s *site) await(ch <-chan answer) answer {
+	s.t.Helper()
+	select {
+	case a := <-ch:
+		return a
+	case <-time.After(patience):
+		s.t.Fatal("no answer")
+		return answer{}
+	}
+}
+
+// status is the broker's status, read through the site.
+func (s *site) status() broker.Status {
+	s.t.Helper()
+	var st broker.Status
+	s.json("/gpu/status", &st)
+	return st
+}
+
+// decisions are those of a kind, oldest first; all if kind is empty.
+func (s *site) decisions(kind string) (out []decision) {
+	s.t.Helper()
+	var doc struct{ Decisions []decision }
+	s.json("/gpu/decisions", &doc)
+	for _, d := range doc.Decisions {
+		if kind == "" || d.Kind == kind {
+			out = append(out, d)
+		}
+	}
+	return out
+}
+
+type decision struct {
+	At       time.Time
+	Kind     string
+	Consumer string
+	Target   string
+	Code     string
+	Reason   string
+}
+
+func (s *site) json(path string, into any) {
+	s.t.Helper()
+	a := s.get(path)
+	require.NoError(s.t, a.err)
+	require.Equal(s.t, 200, a.status)
+	require.NoError(s.t, json.Unmarshal(a.body, into))
+}
+
+// adminDo sends a request to the admin endpoint.
+func (s *site) adminDo(method, path, contentType, body string) answer {
+	s.t.Helper()
+	req, err := http.NewRequest(method, "http://"+s.admin+path, strings.NewReader(body))
+	require.NoError(s.t, err)
+	if contentType != "" {
+		req.Header.Set("Content-Type", contentType)
+	}
+	resp, err := http.DefaultClient.Do(req)
+	require.NoError(s.t, err)
+	defer resp.Body.Close()
+	data, err := io.ReadAll(resp.Body)
+	require.NoError(s.t, err)
+	return answer{status: resp.StatusCode, header: resp.Header, body: data}
+}
+
+// reload gives Caddy its Caddyfile anew, changed by edit.
+func (s *site) reload(edit func(caddyfile string) string) answer {
+	s.t.Helper()
+	old, err := os.ReadFile(filepath.Join(s.dir, "Caddyfile"))
+	require.NoError(s.t, err)
+	return s.adminDo("POST", "/load", "text/caddyfile", edit(string(old)))
+}
+
+// state is the state of a consumer's slot.
+func (s *site) state(name string) string {
+	s.t.Helper()
+	return s.status().Consumers[name].Slots[0].State
+}
+
+// waitState waits until a consumer's slot is in a state.
+func (s *site) waitState(name, state string) {
+	s.t.Helper()
+	s.until(name+" is "+state, func() bool { return s.state(name) == state })
+}
+
+// waitQueued waits until so many requests wait for a consumer.
+func (s *site) waitQueued(name string, n int) {
+	s.t.Helper()
+	s.until(fmt.Sprintf("%d requests wait for %s", n, name), func() bool { return s.status().Consumers[name].Waiting == n })
+}
+
+// outsider takes memory of the GPU as a program that is none of ours.
+func (s *site) outsider(name string, amount gpu.Bytes) {
+	s.t.Helper()
+	h, err := simulated.NewOutsider(s.sim, name)
+	require.NoError(s.t, err)
+	s.t.Cleanup(func() { _ = h.Close() })
+	require.NoError(s.t, h.Set(0, amount))
+}
+
+func freeAddr(t testing.TB) string {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// gib makes amounts of memory readable.
+func gib(n float64) gpu.Bytes { return gpu.Bytes(n * float64(gpu.GiB)) }
