@@ -96,6 +96,7 @@ func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 	case errors.As(err, &caddys) && caddys.StatusCode == http.StatusBadGateway:
 		f = &failure{status: http.StatusBadGateway, code: "server_died", message: fmt.Sprintf("the server of consumer %q gave no answer: %v", j.handler.Consumer, caddys.Err)}
 	case errors.Is(err, context.Canceled):
+		metrics.errors.WithLabelValues(j.handler.Consumer, "client_left").Inc()
 		w.WriteHeader(statusClientLeft)
 		return nil
 	default:

@@ -5,9 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -15,6 +15,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"github.com/prometheus/client_golang/prometheus"
 	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
@@ -52,6 +53,10 @@ type Handler struct {
 	touch    config.RoutePatterns
 	maxBody  int64
 	headers  bool
+
+	// Made once, so that a warm request doesn't have to.
+	consumerValue, upstreamValue any // of placeholders
+	waited, ran                  prometheus.Observer
 }
 
 // CaddyModule returns the Caddy module information.
@@ -95,6 +100,8 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	if h.Headers == config.On {
 		h.headers = true
 	}
+	h.consumerValue, h.upstreamValue = h.Consumer, h.consumer.Upstream
+	h.waited, h.ran = metrics.wait.WithLabelValues(h.Consumer), metrics.run.WithLabelValues(h.Consumer)
 	return errors.Join(faults...)
 }
 
@@ -135,8 +142,8 @@ func (h *Handler) needs(r *http.Request) need {
 // has returned or panicked, which is after the last byte of the answer.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
 	repl := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
-	repl.Set("http.gpu_broker.consumer", h.Consumer)
-	repl.Set("http.gpu_broker.upstream", h.consumer.Upstream)
+	repl.Set("http.gpu_broker.consumer", h.consumerValue)
+	repl.Set("http.gpu_broker.upstream", h.upstreamValue)
 	switch h.needs(r) {
 	case needsTouch:
 		h.pool.broker.Touch(h.Consumer)
@@ -214,7 +221,11 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 func (j *job) acquire(r *http.Request) error {
 	h := j.handler
 	req := broker.Request{Consumer: h.Consumer, Priority: broker.DefaultPriority, Submitted: j.submitted, Budget: time.Duration(h.Budget)}
-	hasBody := r.ContentLength != 0 && r.Body != nil && r.Body != http.NoBody && !h.StreamBody
+	// The body of a CONNECT is a tunnel, such as a websocket over HTTP/2: it has no end to read to.
+	hasBody := r.ContentLength != 0 && r.Body != nil && r.Body != http.NoBody && !h.StreamBody && r.Method != http.MethodConnect
+	if hasBody && r.ContentLength > h.maxBody {
+		return bodyError(r, fmt.Errorf("%w: %d bytes, at most %d are taken", routing.ErrTooLarge, r.ContentLength, h.maxBody))
+	}
 	if hasBody && j.body == nil && r.ContentLength > 0 && r.ContentLength <= routing.SmallBody {
 		if lease, ok := h.pool.broker.TryAcquire(req); ok {
 			if _, kept := r.Body.(routing.KeepOpen); !kept {
@@ -246,12 +257,14 @@ func (j *job) acquire(r *http.Request) error {
 func (j *job) tell(w http.ResponseWriter, r *http.Request) {
 	l := &j.lease
 	wait := l.Queued + l.Loading
-	metrics.wait.WithLabelValues(l.Consumer).Observe(wait.Seconds())
+	j.handler.waited.Observe(wait.Seconds())
 	if j.handler.headers {
 		w.Header().Set("X-Gpu-Broker-Consumer", l.Consumer)
 		w.Header().Set("Server-Timing", timing(l.Queued, l.Loading))
 	}
-	j.repl.Set("http.gpu_broker.upstream", l.Upstream)
+	if l.Upstream != j.handler.consumer.Upstream { // a reload has moved the server since
+		j.repl.Set("http.gpu_broker.upstream", l.Upstream)
+	}
 	if wait == 0 {
 		j.repl.Set("http.gpu_broker.wait_ms", "0")
 	} else {
@@ -280,7 +293,7 @@ func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler
 	defer func() {
 		j.lease.Release(j.outcome(r, err, completed))
 		j.leased = false
-		metrics.run.WithLabelValues(j.handler.Consumer).Observe(time.Since(began).Seconds())
+		j.handler.ran.Observe(time.Since(began).Seconds())
 	}()
 	err = next.ServeHTTP(j, r)
 	completed = true
@@ -321,6 +334,7 @@ func parseHandler(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 // bodyError says what became of a body that could not be read ahead.
 func bodyError(r *http.Request, err error) error {
 	var tooLarge *http.MaxBytesError
+	var network *net.OpError
 	switch {
 	case r.Context().Err() != nil:
 		return context.Cause(r.Context())
@@ -328,10 +342,12 @@ func bodyError(r *http.Request, err error) error {
 		return &failure{status: http.StatusRequestEntityTooLarge, code: "body_too_large", message: err.Error() + ": raise max_body, or use stream_body on this route"}
 	case errors.Is(err, routing.ErrNoRoom):
 		return &failure{status: http.StatusServiceUnavailable, code: "queue_full", message: err.Error() + ": try again later, or raise max_buffered", retryAfter: 5 * time.Second}
-	case errors.Is(err, io.ErrUnexpectedEOF), strings.Contains(err.Error(), "malformed"), strings.Contains(err.Error(), "invalid byte in chunk"):
+	case errors.Is(err, routing.ErrSpill):
+		return err
+	case errors.Is(err, io.ErrUnexpectedEOF), errors.As(err, &network) && !network.Timeout(): // HTTP/1 says no more of a client that left
+		return context.Canceled
+	default: // it is malformed, or stopped coming
 		return &failure{status: http.StatusBadRequest, code: "bad_request", message: "the request body could not be read: " + err.Error()}
-	default:
-		return fmt.Errorf("reading the request body: %w", err)
 	}
 }
 

@@ -101,13 +101,15 @@ func (b *Broker) step(e scheduler.Event) {
 		now := time.Now()
 		effects, wake := b.state.Step(now, e)
 		b.act(now, effects, wake)
+		if _, unloaded := e.(scheduler.UnloadDone); unloaded && b.sampler != nil && b.state.FastSampling() {
+			b.sampler.hurry() // its memory may be back already
+		}
 	}
 }
 
 // act does what a step says. It holds mu, so it only closes channels, starts
 // goroutines and sets the timer.
 func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) {
-	fast := false
 	for _, e := range effects {
 		switch e.Kind {
 		case scheduler.Admit:
@@ -116,15 +118,10 @@ func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) 
 			b.grant(now, e.Job, e.Refusal)
 		case scheduler.Decided:
 			b.record(*e.Decision)
-			fast = true
 		case scheduler.Queued, scheduler.NotNow:
 		default:
-			fast = true
 			b.effect(e)
 		}
-	}
-	if fast && b.sampler != nil && b.state.FastSampling() {
-		b.sampler.hurry()
 	}
 	if !wake.Equal(b.wakeAt) {
 		b.setTimer(now, wake)

@@ -24,6 +24,7 @@ const (
 var (
 	ErrTooLarge = errors.New("the request body is too large")
 	ErrNoRoom   = errors.New("too many request bodies are held already")
+	ErrSpill    = errors.New("a large request body can't be kept in a file") // a fault of this machine
 )
 
 // Buffers bounds what all bodies that are held take together.
@@ -50,7 +51,7 @@ type Body struct {
 // is held stays within total bytes. It puts a body into r that reads the same bytes, with the right Content-Length.
 // The caller closes the Body when the request is over.
 //
-// Errors: ErrTooLarge, ErrNoRoom, or the client's own (it left, or broke off).
+// Errors: ErrTooLarge, ErrNoRoom, ErrSpill, or the client's own (it left, or broke off).
 func (b *Buffers) Read(r *http.Request, limit, total int64) (*Body, error) {
 	if r.ContentLength > limit {
 		return nil, fmt.Errorf("%w: %d bytes, at most %d are taken", ErrTooLarge, r.ContentLength, limit)
@@ -99,11 +100,11 @@ func (y *Body) keep(p []byte) error {
 	}
 	if y.file == nil {
 		if err := y.spill(); err != nil {
-			return fmt.Errorf("keeping a large request body: %w", err)
+			return fmt.Errorf("%w: %w", ErrSpill, err)
 		}
 	}
 	if _, err := y.file.Write(p); err != nil {
-		return fmt.Errorf("keeping a large request body: %w", err)
+		return fmt.Errorf("%w: %w", ErrSpill, err)
 	}
 	return nil
 }

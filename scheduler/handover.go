@@ -10,7 +10,7 @@ import (
 // Times of a hand-over (accounting §4, spec §3.9).
 const (
 	quiet        = 750 * time.Millisecond // no further rise of free memory for so long: what is back is back
-	blindWait    = time.Second            // how long freed memory is waited for without telemetry
+	blindWait    = time.Second            // how long freed memory is waited for without telemetry, or a look at it after a failed load
 	maxBackoff   = 60 * time.Second
 	drainRetry   = 60 * time.Second // a slot that didn't drain is left alone for so long
 	failedLoadOO = 1                // loads that ran out of memory and are tried once more
@@ -71,6 +71,12 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 	case s.due(now, v.gate.since.Add(s.cfg.DrainTimeout)):
 		v.retryAt = now.Add(drainRetry)
 		s.reopen(now, v, fmt.Sprintf("its work did not end within drain_timeout %s", s.cfg.DrainTimeout))
+		return
+	case t != nil && s.protects(t, v) != "": // by a configuration that came meanwhile
+		s.reopen(now, v, fmt.Sprintf("it is protected from %s by %s", t.cfg.Name, s.protects(t, v)))
+		return
+	case t != nil && !t.want.extra && s.fits(t):
+		s.reopen(now, v, fmt.Sprintf("%s fits without its going", t.cfg.Name))
 		return
 	case v.busy():
 		return
@@ -182,13 +188,15 @@ func (s *State) unloadFailed(now time.Time, v *slot, why string) {
 
 // settle waits for the memory of an unloaded slot (accounting §4).
 func (s *State) settle(now time.Time, v *slot) {
-	known, done, early := true, true, v.stop.confirmed
+	known, looked, done, early := true, true, true, v.stop.confirmed
 	for i, h := range v.on {
 		c := s.card(h.card)
 		if c == nil || !c.Known {
 			known = false
 			continue
 		}
+		// A look from before the call returned may be older than the load even.
+		looked = looked && !c.seenAt.Before(v.stop.at)
 		rise := c.Free - v.stop.free[i]
 		if rise > v.stop.best {
 			v.stop.best, v.stop.lastRise = rise, c.seenAt
@@ -202,8 +210,8 @@ func (s *State) settle(now time.Time, v *slot) {
 		if !s.due(now, v.stop.at.Add(blindWait)) {
 			return
 		}
-	case done:
-	case t != nil && t.queue.count > 0 && t.cold() && s.fitsAfter(t, v):
+	case looked && done:
+	case looked && t != nil && t.queue.count > 0 && t.cold() && s.fitsAfter(t, v):
 	case early:
 	case s.due(now, v.stop.at.Add(s.cfg.EvictWait)):
 	default:
@@ -324,6 +332,7 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 	s.cards(t, func(c *card, h *holding) {
 		h.residue, h.baseOut = s.leftBehind(c, t)
 		h.base, h.baseFree = h.residue, h.loadFree-h.residue
+		c.doubt = now
 		h.booking, h.drop, h.hasMeas = 0, 0, false
 	})
 	s.to(now, t, Idle)

@@ -66,7 +66,6 @@ type fixture struct {
 
 	wake      time.Time
 	jobs      map[JobID]*handle
-	last      *handle
 	loads     []string
 	unloads   []string
 	epochs    map[string]uint64
@@ -379,7 +378,9 @@ func (f *fixture) requireWaiting(hs ...*handle) {
 
 func (f *fixture) requireRefused(h *handle, code Code) *Refusal {
 	f.t.Helper()
-	require.NotNil(f.t, h.refusal, "a job of %s is not refused; it waits because: %s", h.slot, f.slot(h.slot).Why)
+	if h.refusal == nil {
+		require.Fail(f.t, "not refused", "a job of %s waits because: %s", h.slot, f.slot(h.slot).Why)
+	}
 	require.Equal(f.t, code, h.refusal.Code, h.refusal.Message)
 	return h.refusal
 }
@@ -426,4 +427,16 @@ func (f *fixture) checkEdges(before map[string]SlotState, e Event) {
 		require.True(f.t, ok && edges[[2]SlotState{was, between}] && edges[[2]SlotState{between, after}],
 			"%T takes %s from %s to %s", e, name, was, after)
 	}
+}
+
+// lastJob is the newest running job of a slot.
+func (f *fixture) lastJob(name string) (last *handle) {
+	f.t.Helper()
+	for _, h := range f.jobs {
+		if h.slot == name && h.running && (last == nil || h.id > last.id) {
+			last = h
+		}
+	}
+	require.NotNil(f.t, last, "no job of %s runs", name)
+	return last
 }

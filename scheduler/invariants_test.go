@@ -39,9 +39,9 @@ func TestHonestServersNeverRunOutOfMemory(t *testing.T) {
 	for steps < historySteps/5 && !t.Failed() {
 		rapid.Check(t, func(t *rapid.T) {
 			sh := drawShape(t)
+			sh.honest, sh.cushionless = true, false
 			sh.locked, sh.lies, sh.strange, sh.telemetry, sh.gpuLoss, sh.outsiders, sh.reload = false, false, false, false, false, false, false
 			w := newWorld(t, sh)
-			w.check.honest = true
 			w.live()
 			w.standStill(30 * time.Minute)
 			w.check.theEnd()
@@ -56,7 +56,6 @@ type checker struct {
 	w       *world
 	coming  *simJob // the job that the next Submit is
 	leaving JobID   // the job whose end is said for the first time
-	honest  bool    // running out of memory is a fault
 	meddled bool    // somebody took memory behind the scheduler's back
 
 	was     map[*slot]standing
@@ -121,11 +120,15 @@ func (c *checker) after(e Event, effects []Effect, wake time.Time) {
 		switch {
 		case f.Kind == StartUnload:
 			c.unload(f)
+		case f.Kind == CheckBusy && f.After == 0:
+			if a, ok := e.(BusyAnswer); ok && a.Slot == f.Slot && a.Busy {
+				w.fail("%s says that it is busy, and is asked again at once", f.Slot)
+			}
 		case f.Kind == Load:
 			c.epochs[f.Slot] = f.Epoch
 		case f.Kind == Decided && f.Decision.Kind == "load":
 			c.load(w.s.named[f.Slot])
-		case f.Kind == Decided && (f.Decision.Kind == "unloaded" || f.Decision.Kind == "evicted") && c.movedAlone():
+		case f.Kind == Decided && (f.Decision.Kind == "unloaded" || f.Decision.Kind == "evicted"):
 			c.residue(f.Slot)
 		}
 	}
@@ -145,9 +148,12 @@ func (c *checker) after(e Event, effects []Effect, wake time.Time) {
 // jobs checks that every job ends exactly once, and that the totals say so.
 func (c *checker) jobs(e Event, effects []Effect) {
 	w := c.w
-	if _, new := e.(Submit); new {
-		if len(effects) == 0 || effects[0].Kind > Refuse {
+	if submit, new := e.(Submit); new {
+		switch {
+		case len(effects) == 0 || effects[0].Kind > Refuse && effects[0].Kind != NotNow:
 			w.fail("the first effect of a Submit is not about its job: %s", tell(effects))
+		case submit.IfFree && (effects[0].Kind == Queued || len(effects) != 1):
+			w.fail("a job that wanted to run at once or not at all: %s", tell(effects))
 		}
 		if id := effects[0].Job; id != 0 {
 			if w.jobs[id] != nil {
@@ -299,9 +305,11 @@ func (c *checker) lastUse(sl *slot) {
 	switch e := c.event.(type) {
 	case Release:
 		j := c.w.jobs[e.Job]
-		worked = j != nil && j.server.cfg.Name == sl.cfg.Name && (e.Outcome == Served || e.Outcome == Accepted)
+		worked = j != nil && j.server.cfg.Name == sl.cfg.Name && (e.Outcome == Served || e.Outcome == Accepted || e.Outcome == ServerDied)
 	case BusyAnswer:
 		worked = e.Slot == sl.cfg.Name && !e.Busy
+	case Touch:
+		worked = e.Slot == sl.cfg.Name
 	}
 	if old && !was.lastUse.Equal(sl.lastUse) && (!worked || !sl.lastUse.Equal(c.w.now)) {
 		c.w.fail("%T moved the last use of %s to %s", c.event, sl.cfg.Name, sl.lastUse)
@@ -317,10 +325,19 @@ func (c *checker) held(sl *slot) {
 	if !old || sl.held >= was.held {
 		return
 	}
-	if e, ok := c.event.(BusyAnswer); ok && e.Slot == sl.cfg.Name && !e.Busy && !e.Sent.Before(was.heldAt) && sl.held == 0 {
-		return
+	told := false
+	switch e := c.event.(type) {
+	case BusyAnswer:
+		told = e.Slot == sl.cfg.Name && !e.Busy && !e.Sent.Before(was.heldAt)
+	case Probed:
+		told = sl.state != Ready
 	}
-	if _, ok := c.event.(Probed); ok && sl.state != Ready && sl.held == 0 {
+	if told && sl.held == 0 {
+		for _, j := range c.w.jobs {
+			if j.state == simHeld && j.server.cfg.Name == sl.cfg.Name {
+				j.state = simEnded
+			}
+		}
 		return
 	}
 	c.w.fail("%T ended held work of %s", c.event, sl.cfg.Name)
@@ -405,7 +422,7 @@ func bookingOf(sl *slot, h *holding) gpu.Bytes {
 // residue checks the cap of accounting §1: what nobody else and no earlier outsider explains of the memory in use.
 func (c *checker) residue(name string) {
 	sl := c.w.s.named[name]
-	if sl == nil || sl.state != Idle {
+	if sl == nil || sl.state != Idle || c.othersMoved(sl) {
 		return
 	}
 	for _, h := range sl.on {
@@ -420,15 +437,12 @@ func (c *checker) residue(name string) {
 	}
 }
 
-// movedAlone says whether one slot alone changed its state.
-func (c *checker) movedAlone() bool {
-	n := 0
-	for _, sl := range c.w.s.slots {
-		if was, old := c.was[sl]; !old || was.state != sl.state {
-			n++
-		}
-	}
-	return n == 1
+// othersMoved says whether another slot changed its state in this step: what is seen of it is another amount now.
+func (c *checker) othersMoved(sl *slot) bool {
+	return slices.ContainsFunc(c.w.s.slots, func(o *slot) bool {
+		was, old := c.was[o]
+		return o != sl && (!old || was.state != o.state)
+	})
 }
 
 // lock checks that at most one exclusive slot computes on a GPU.
@@ -484,7 +498,7 @@ func (c *checker) stale(e Event, effects []Effect) {
 
 // outOfMemory is a server that found less memory than it was promised.
 func (c *checker) outOfMemory(sv *simServer) {
-	if c.honest && !c.meddled && !c.w.calm {
+	if c.w.shape.honest && !c.meddled && !c.w.calm {
 		c.w.fail("%s ran out of memory", sv.cfg.Name)
 	}
 }

@@ -292,7 +292,7 @@ func (s *State) busyAnswer(now time.Time, e BusyAnswer) {
 		s.ended(sl.held)
 		sl.held = 0
 		sl.idleAt, sl.lastUse, sl.settled = now, now, true
-		if sl.active == 0 {
+		if sl.warming && s.jobs.get(sl.first) == nil { // its first job was among them
 			s.warm(now, sl)
 		}
 		s.unlock(sl)

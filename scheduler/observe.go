@@ -152,6 +152,9 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 		sl.settled = true
 		s.decide(Decision{At: now, Kind: "adopt", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: "its server says that it is loaded"})
 	case e.Loaded == No && sl.state == Unknown:
+		for _, h := range sl.on { // what was measured may be older than that
+			h.hasMeas = false
+		}
 		s.to(now, sl, Idle)
 	case e.Loaded == No && sl.state == Ready && !sl.busy() && !sl.warming && !e.Sent.Before(sl.lastUse): // the newer wins
 		s.vanish(now, sl, "its server says that it is not loaded any more")
@@ -280,7 +283,10 @@ func (s *State) ledger(c *card, of *slot) (Ledger, int) {
 	return account(sh.card, sh.entries, nil), at
 }
 
-// FastSampling says whether a hand-over waits for memory, so that samples
+// doubtful says whether memory has moved since the last look at it, to nobody knows where.
+func (c *card) doubtful() bool { return c.Known && c.seenAt.Before(c.doubt) }
+
+// FastSampling says whether somebody waits to see memory move, so that samples
 // should come as fast as the sampler can.
 func (s *State) FastSampling() bool {
 	for _, sl := range s.slots {
@@ -288,7 +294,7 @@ func (s *State) FastSampling() bool {
 			return true
 		}
 	}
-	return false
+	return s.waiting > 0 && slices.ContainsFunc(s.gpus, (*card).doubtful)
 }
 
 // Transitions says whether a load or unload is under way: the process lists of

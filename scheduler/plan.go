@@ -254,6 +254,12 @@ func (s *State) begin(now time.Time, t *slot) bool {
 			return false
 		}
 	}
+	for _, h := range t.on {
+		if c := s.card(h.card); c.doubtful() && !s.due(now, c.doubt.Add(blindWait)) {
+			t.why = "waits for a look at the memory, after a load that failed"
+			return false
+		}
+	}
 	if t.cfg.lazy() && !s.mayEnter(t) {
 		t.why, t.want.lock = "waits for the lock of its GPU", true
 		return false

@@ -49,6 +49,7 @@ type Counts struct {
 type card struct {
 	Device
 	seenAt time.Time // when the sample was taken that told Free
+	doubt  time.Time // a load failed: what it took, and may give back later, no sample from before has seen
 
 	reserved *slot // within one planning: an overdue target that no other may be served before
 }
@@ -278,6 +279,12 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 	}
 	if state != Ready {
 		sl.warming = false
+	}
+	if state == Idle { // there is nothing left to be unloaded
+		if t := sl.gate.target; t != nil && t.want.victim == sl {
+			t.want.victim = nil
+		}
+		sl.gate = gate{}
 	}
 }
 

@@ -55,6 +55,7 @@ type shape struct {
 	outsiders, telemetry, gpuLoss                      bool
 	cancels, deadlines, manual, reload, stale, strange bool
 	smallQueue, priorities, eager                      bool
+	honest                                             bool // running out of memory is a fault
 }
 
 func drawShape(t *rapid.T) shape {
@@ -236,6 +237,9 @@ func (w *world) newServer(name string) *simServer {
 	}
 	if w.chance(40) {
 		c.Residual = gpu.Bytes(w.rand.IntN(600)) * mib
+	}
+	if w.shape.honest { // foreign memory may be taken for a residue: that is what the cushion is for
+		c.Residual = min(c.Residual, 200*mib)
 	}
 	if w.chance(30) {
 		c.Budget = w.between(5*time.Second, time.Minute)
@@ -490,7 +494,11 @@ func (w *world) serve(j *simJob) {
 	j.works = true
 	life := sv.life
 	if !sv.loaded && !w.shape.locked { // the server loads inside its first request
-		w.in(w.between(0, time.Second), func() {
+		takes := min(w.between(0, time.Second), j.lasts/2)
+		if w.shape.honest {
+			takes = 0 // else one that goes on loading for a client that left could do so at any later time
+		}
+		w.in(takes, func() {
 			switch {
 			case sv.loaded || sv.life != life:
 			case !w.roomFor(sv):
@@ -509,9 +517,12 @@ func (w *world) serve(j *simJob) {
 	}
 	w.in(j.lasts, func() {
 		j.over()
-		if w.chance(10) {
+		switch {
+		case w.chance(10):
 			w.release(j, NoAnswer)
-		} else {
+		case w.hazard(w.shape.crashes, 3):
+			w.release(j, ServerDied)
+		default:
 			w.release(j, Served)
 		}
 	})
@@ -632,6 +643,7 @@ func (w *world) submit() {
 	if w.hazard(w.shape.strange, 2) {
 		e.Slot = "nobody"
 	}
+	e.IfFree = w.hazard(w.shape.strange, 10)
 	j := &simJob{server: sv, lasts: w.between(0, 4*time.Second)}
 	if w.chance(4) {
 		j.lasts = w.between(10*time.Second, 80*time.Second)
@@ -696,7 +708,9 @@ func (w *world) repeatOld() {
 
 func (w *world) reload() {
 	sv := w.servers[w.rand.IntN(len(w.servers))]
-	switch w.rand.IntN(6) {
+	switch w.rand.IntN(7) {
+	case 6:
+		sv.cfg.Disabled = !sv.cfg.Disabled && w.chance(50)
 	case 0, 1:
 		sv.removed = !sv.removed
 	case 2:
@@ -779,9 +793,10 @@ func (w *world) act() {
 		w.step(Wake{})
 	default:
 		if on.strange {
+			w.step(Touch{Slot: sv.cfg.Name})
 			w.step(Unload{Slot: "nobody"})
 			w.step(Release{Job: JobID(w.rand.Uint32())})
-			w.step(BusyAnswer{Slot: sv.cfg.Name, Sent: w.now.Add(-time.Second)})
+			w.step(BusyAnswer{Slot: sv.cfg.Name, Sent: w.now.Add(-time.Hour)})
 		}
 	}
 }

@@ -386,6 +386,8 @@ func TestBodyOfALeavingClientIsNoWork(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return st.InFlight == 1 }))
 	leave()
+	// The client's transport returns only once its reader of the body ends.
+	require.NoError(t, writer.CloseWithError(context.Canceled))
 	require.Error(t, <-done)
 	require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return st.InFlight == 0 && st.Worked == 0 }))
 }

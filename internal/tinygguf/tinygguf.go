@@ -22,14 +22,13 @@ type Size struct {
 	Context     int // tokens that fit into a conversation, prompt and answer together
 }
 
-// Tiny is 0.5 MB on disk, loads in a fraction of a second and makes a token in well under a
-// millisecond.
+// Tiny is 0.5 MB on disk, loads in a fraction of a second and makes a token in about a millisecond.
 func Tiny() Size {
 	return Size{Embedding: 64, Blocks: 2, FeedForward: 128, Heads: 4, HeadsKV: 4, Context: 512}
 }
 
-// Slow is for answers that take seconds: 21 MB on disk, about ten milliseconds for each token on two
-// cores. It is deep rather than wide, because a processor's time per token grows with each block's
+// Slow is for answers that take seconds: 21 MB on disk, between ten and twenty milliseconds for each
+// token. It is deep rather than wide, because a processor's time per token grows with each block's
 // fixed cost while the file stays small.
 func Slow() Size {
 	return Size{Embedding: 64, Blocks: 128, FeedForward: 128, Heads: 4, HeadsKV: 4, Context: 2048}

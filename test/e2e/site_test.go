@@ -65,7 +65,7 @@ type layout struct {
 	GPU       string // the gpu line's block, one setting a line: `release_delay 800ms`
 	Global    string // more lines of the global option gpu_broker
 	Consumers []consumer
-	Routes    string // more lines of the site
+	Routes    string // more lines of the site; UPSTREAM_OF_name stands for a server's address
 	HTTPS     bool   // with Caddy's local CA; HTTP/2
 }
 
@@ -184,7 +184,11 @@ func (s *site) caddyfile(port string) string {
 		}
 		line("handle_path /%s/* {\ngpu_broker %s {\n%s\n}\n%s\n}", c.Name, c.Name, c.Route, proxy)
 	}
-	line("%s\nhandle /gpu/* {\ngpu_broker_status\n}\n}", s.layout.Routes)
+	routes := s.layout.Routes
+	for name, srv := range s.servers {
+		routes = strings.ReplaceAll(routes, "UPSTREAM_OF_"+name, srv.Addr())
+	}
+	line("%s\nhandle /gpu/* {\ngpu_broker_status\n}\n}", routes)
 	return b.String()
 }
 

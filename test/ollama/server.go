@@ -40,6 +40,10 @@ const (
 	stopTimeout  = 10 * time.Second
 )
 
+// One thread for each model: several would wait for each other by spinning after every operation,
+// and where other tests want the processor too an answer of one second would take a minute.
+const modelfileText = "FROM ./model.gguf\nPARAMETER num_thread 1\n"
+
 // A Server is one running ollama with its own empty home.
 type Server struct {
 	// URL is where it listens, for example http://127.0.0.1:41234.
@@ -190,7 +194,7 @@ func (s *Server) create(name string, size tinygguf.Size) error {
 		return err
 	}
 	modelfile := filepath.Join(folder, "Modelfile")
-	if err := os.WriteFile(modelfile, []byte("FROM ./model.gguf\n"), 0o644); err != nil {
+	if err := os.WriteFile(modelfile, []byte(modelfileText), 0o644); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), startTimeout)

@@ -1,0 +1,175 @@
+package broker
+
+import (
+	"context"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+	"go.uber.org/zap"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// fakeGPU is a GPU whose memory the fake servers move.
+type fakeGPU struct {
+	mu    sync.Mutex
+	total gpu.Bytes
+	used  gpu.Bytes
+	lost  error // telemetry
+	looks int
+}
+
+func (g *fakeGPU) move(by gpu.Bytes) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.used += by
+}
+
+func (g *fakeGPU) Open(context.Context, *zap.Logger) (gpu.Sampler, error) { return g, nil }
+func (g *fakeGPU) Name() string                                           { return "fake" }
+func (g *fakeGPU) Why() string                                            { return "a test" }
+func (g *fakeGPU) MinInterval() time.Duration                             { return 0 }
+func (g *fakeGPU) Close() error                                           { return nil }
+func (g *fakeGPU) Sample(context.Context, gpu.Detail) (gpu.Sample, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.looks++
+	if g.lost != nil {
+		return gpu.Sample{}, g.lost
+	}
+	return gpu.Sample{At: time.Now(), Devices: []gpu.Device{{UUID: "GPU-1", Health: gpu.Healthy, Total: g.total, Free: g.total - g.used, MemoryKnown: true, Utilisation: -1, Temperature: -1, Power: -1}}}, nil
+}
+
+// fakeServer is a model server that takes and gives memory of a fakeGPU.
+type fakeServer struct {
+	gpu    *fakeGPU
+	size   gpu.Bytes
+	traits lifecycle.Traits
+	load   time.Duration
+	unload time.Duration
+
+	mu      sync.Mutex
+	loaded  bool
+	loads   int
+	unloads int
+	probes  int
+	opened  int
+	closed  int
+	busy    bool
+	fail    error // of the next load
+}
+
+func (f *fakeServer) Open(lifecycle.Deps) (lifecycle.Driver, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.opened++
+	return f, nil
+}
+func (f *fakeServer) Traits() lifecycle.Traits { return f.traits }
+func (f *fakeServer) Close() error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.closed++
+	return nil
+}
+
+func (f *fakeServer) Probe(context.Context) lifecycle.Report {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.probes++
+	return lifecycle.Report{Loaded: lifecycle.TriOf(f.loaded), Resident: -1}
+}
+
+func (f *fakeServer) Load(ctx context.Context) error {
+	if !sleep(ctx, f.load) {
+		return ctx.Err()
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.loads++
+	if err := f.fail; err != nil {
+		f.fail = nil
+		return err
+	}
+	f.loaded = true
+	f.gpu.move(f.size)
+	return nil
+}
+
+func (f *fakeServer) Unload(ctx context.Context) (bool, error) {
+	if !sleep(ctx, f.unload) {
+		return false, ctx.Err()
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.unloads++
+	f.loaded = false
+	f.gpu.move(-f.size)
+	return true, nil
+}
+
+func (f *fakeServer) Busy(context.Context) (bool, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.busy, nil
+}
+
+// count reads a counter of the server.
+func (f *fakeServer) count(n *int) int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return *n
+}
+
+var everything = lifecycle.Traits{Load: true, Unload: true, Health: true, Residency: true}
+
+// world is a broker with fake servers on one fake GPU.
+type world struct {
+	*Broker
+	gpu     *fakeGPU
+	servers map[string]*fakeServer
+	gen     *Generation
+}
+
+func newServer(g *fakeGPU, size gpu.Bytes) *fakeServer {
+	return &fakeServer{gpu: g, size: size, traits: everything, load: time.Second, unload: time.Second}
+}
+
+// generation makes a configuration of consumers with servers of the given sizes.
+func (w *world) generation(t testing.TB, edit func(*config.Broker), consumers ...*config.Consumer) *Generation {
+	t.Helper()
+	zero := 0.0
+	cfg := &config.Broker{Hold: &zero, Consumers: consumers}
+	if edit != nil {
+		edit(cfg)
+	}
+	require.NoError(t, config.Resolve(cfg, nil))
+	g := &Generation{Config: cfg, Sampler: w.gpu, SamplerKey: "fake", Lifecycles: map[string]lifecycle.Guest{}, Keys: map[string]string{}, Logger: zap.NewNop()}
+	for _, c := range consumers {
+		if w.servers[c.Name] == nil {
+			w.servers[c.Name] = newServer(w.gpu, c.VRAM)
+		}
+		g.Lifecycles[c.Name], g.Keys[c.Name] = w.servers[c.Name], "fake"
+	}
+	return g
+}
+
+// newWorld starts a broker. Close it.
+func newWorld(t testing.TB, edit func(*config.Broker), consumers ...*config.Consumer) *world {
+	w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+	w.gen = w.generation(t, edit, consumers...)
+	require.NoError(t, w.Push(w.gen))
+	return w
+}
+
+func server(name string, size gpu.Bytes) *config.Consumer {
+	return &config.Consumer{Name: name, VRAM: size, Upstream: "127.0.0.1:1", Concurrency: 1, Budget: caddy.Duration(time.Hour)}
+}

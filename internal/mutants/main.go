@@ -1,0 +1,169 @@
+// Command mutants checks the scheduler's tests: it plants faults into the
+// scheduler, one at a time, and runs its tests with each. Every fault must make
+// a test fail. The sources themselves are not touched: the go command is given
+// the changed file as an overlay.
+//
+//	go run ./internal/mutants
+//
+// It exits with 1 if a fault survives, does not compile, or has no place in the
+// sources any more.
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"text/tabwriter"
+	"time"
+)
+
+// properties matches the tests that are random histories; the others are tables.
+const properties = "^(TestRandomHistoriesKeepTheRules|TestHonestServersNeverRunOutOfMemory)$"
+
+// limit bounds the tests of one mutant.
+const limit = 2 * time.Minute
+
+func main() {
+	if err := run(); err != nil {
+		fmt.Fprintln(os.Stderr, "mutants:", err)
+		os.Exit(1)
+	}
+}
+
+func run() error {
+	root, err := moduleRoot()
+	if err != nil {
+		return err
+	}
+	dir, err := os.MkdirTemp("", "mutants")
+	if err != nil {
+		return err
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+
+	out := tabwriter.NewWriter(os.Stdout, 0, 8, 2, ' ', 0)
+	fmt.Fprintln(out, "fault\trandom histories\ttables")
+	var survivors []string
+	var caught int
+	for _, m := range mutants {
+		fmt.Fprintf(os.Stderr, "%s ...\n", m.name)
+		byHistories, byTables, err := try(root, dir, m)
+		if err != nil {
+			return fmt.Errorf("%q: %w", m.name, err)
+		}
+		if byHistories == "" && byTables == "" {
+			survivors = append(survivors, m.name)
+		}
+		if byHistories != "" {
+			caught++
+		}
+		fmt.Fprintf(out, "%s\t%s\t%s\n", m.name, orDash(byHistories), orDash(byTables))
+	}
+	if err := out.Flush(); err != nil {
+		return err
+	}
+	fmt.Printf("%d faults; %d caught by random histories; %d survived\n", len(mutants), caught, len(survivors))
+	if len(survivors) > 0 {
+		return fmt.Errorf("no test catches: %s", strings.Join(survivors, "; "))
+	}
+	return nil
+}
+
+// moduleRoot is the folder of the module that the command is run in.
+func moduleRoot() (string, error) {
+	out, err := exec.Command("go", "env", "GOMOD").Output()
+	if err != nil {
+		return "", fmt.Errorf("go env GOMOD: %w", err)
+	}
+	mod := strings.TrimSpace(string(out))
+	if filepath.Base(mod) != "go.mod" {
+		return "", errors.New("no module here: run it inside the repository")
+	}
+	return filepath.Dir(mod), nil
+}
+
+// try plants one fault and says which tests of each kind caught it.
+func try(root, dir string, m mutant) (byHistories, byTables string, err error) {
+	overlay, err := plant(root, dir, m)
+	if err != nil {
+		return "", "", err
+	}
+	if out, err := gocmd(root, "build", "-overlay", overlay, "./scheduler/"); err != nil {
+		return "", "", fmt.Errorf("it does not compile, which is no catch: %w\n%s", err, out)
+	}
+	if byHistories, err = test(root, overlay, "-run", properties); err != nil {
+		return "", "", err
+	}
+	byTables, err = test(root, overlay, "-skip", properties)
+	return byHistories, byTables, err
+}
+
+// plant writes the changed file and the overlay that puts it in place of the true one.
+func plant(root, dir string, m mutant) (overlay string, err error) {
+	path := filepath.Join(root, "scheduler", m.file)
+	source, err := os.ReadFile(path)
+	if err != nil {
+		return "", err
+	}
+	if n := bytes.Count(source, []byte(m.old)); n != 1 {
+		return "", fmt.Errorf("its place must occur exactly once in scheduler/%s, and does %d times: bring the fault up to date with the code", m.file, n)
+	}
+	changed := filepath.Join(dir, m.file)
+	if err := os.WriteFile(changed, bytes.Replace(source, []byte(m.old), []byte(m.new), 1), 0o600); err != nil {
+		return "", err
+	}
+	text, err := json.Marshal(map[string]map[string]string{"Replace": {path: changed}})
+	if err != nil {
+		return "", err
+	}
+	overlay = filepath.Join(dir, "overlay.json")
+	return overlay, os.WriteFile(overlay, text, 0o600)
+}
+
+var failed = regexp.MustCompile(`(?m)^--- FAIL: (\S+)`)
+
+// test runs tests with a fault and says which failed; empty: none.
+func test(root, overlay string, which ...string) (string, error) {
+	args := append([]string{"test", "-overlay", overlay, "-count=1", "-timeout", limit.String(),
+		"./scheduler/"}, which...)
+	args = append(args, "-args", "-rapid.nofailfile", "-rapid.shrinktime=1ms")
+	out, err := gocmd(root, args...)
+	if err == nil {
+		return "", nil
+	}
+	found := failed.FindAllStringSubmatch(out, -1)
+	switch {
+	case len(found) == 1:
+		return found[0][1], nil
+	case len(found) > 1:
+		return fmt.Sprintf("%s and %d more", found[0][1], len(found)-1), nil
+	case strings.Contains(out, "panic: test timed out"):
+		return "a test that did not end", nil
+	default:
+		return "", fmt.Errorf("the tests could not be run: %w\n%s", err, out)
+	}
+}
+
+func gocmd(root string, args ...string) (string, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), limit+time.Minute) // its own time-out comes first
+	defer cancel()
+	cmd := exec.CommandContext(ctx, "go", args...)
+	cmd.Dir = root
+	cmd.WaitDelay = 5 * time.Second
+	out, err := cmd.CombinedOutput()
+	return string(out), err
+}
+
+func orDash(s string) string {
+	if s == "" {
+		return "-"
+	}
+	return s
+}

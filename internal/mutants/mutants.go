@@ -1,0 +1,105 @@
+package main
+
+// mutant is one planted fault: in a file of the scheduler, old becomes new.
+type mutant struct {
+	name string
+	file string // within scheduler/
+	old  string // must occur exactly once
+	new  string
+}
+
+// mutants are the faults that the scheduler's tests must catch: the ten that a
+// scheduler of this kind is most likely to have, then those that its random
+// histories once found in it.
+var mutants = []mutant{
+	{
+		name: "a job can be released twice",
+		file: "jobs.go",
+		old:  "\tsl := j.slot\n\ts.jobs.put(j)\n\tsl.active--\n",
+		new:  "\tsl := j.slot\n\tsl.active--\n",
+	},
+	{
+		name: "the epoch of a load's answer is ignored",
+		file: "handover.go",
+		old:  "t == nil || t.state != Loading || t.epoch != e.Epoch",
+		new:  "t == nil || t.state != Loading",
+	},
+	{
+		name: "the gate is ignored",
+		file: "jobs.go",
+		old:  "sl.state == Ready && !sl.gate.closed && sl.health == healthGood",
+		new:  "sl.state == Ready && sl.health == healthGood",
+	},
+	{
+		name: "an unload does not free the booking",
+		file: "handover.go",
+		old:  "h.residue = s.residueNow(v, i, c)",
+		new:  "h.residue = v.stop.seen[i]",
+	},
+	{
+		name: "what the target holds already is not subtracted from its need",
+		file: "fit.go",
+		old:  "return t.claim() - s.heldBy(t, h) + s.cushion(c)",
+		new:  "return t.claim() + s.cushion(c)",
+	},
+	{
+		name: "the fit is decided for one amount, another is booked",
+		file: "handover.go",
+		old:  "h.frozen, h.hasMeas = t.claim(), 0, 0,",
+		new:  "h.frozen, h.hasMeas = t.claim()/2, 0, 0,",
+	},
+	{
+		name: "last use is the start of a job, not its end",
+		file: "jobs.go",
+		old:  "\tsl.started++\n",
+		new:  "\tsl.started++\n\tsl.lastUse = now\n",
+	},
+	{
+		name: "the time at which a probe was sent is ignored",
+		file: "observe.go",
+		old:  "sl == nil || e.Sent.Before(sl.since) ||",
+		new:  "sl == nil ||",
+	},
+	{
+		name: "can_coexist_with is ignored",
+		file: "plan.go",
+		old:  "case slices.Contains(t.cfg.Coexist, v.cfg.Name):",
+		new:  "case false:",
+	},
+	{
+		name: "victims go though all together are not enough",
+		file: "plan.go",
+		old:  "\tif !s.fitsAfter(t, chosen...) {\n\t\treturn nil\n\t}\n",
+		new:  "",
+	},
+	{
+		name: "the lock is ignored",
+		file: "jobs.go",
+		old:  "if l.owner != nil && l.owner != sl && (s.cfg.LockGlobal || sl.hold(l.gpu) != nil) {",
+		new:  "if false {",
+	},
+	{
+		name: "a sample from before the unload says that the memory is back",
+		file: "handover.go",
+		old:  "looked = looked && !c.seenAt.Before(v.stop.at)",
+		new:  "looked = true",
+	},
+	{
+		name: "an unload goes out beside another's load",
+		file: "handover.go",
+		old:  "if o := s.transition(h.card); o != nil && o != v {",
+		new:  "if false {",
+	},
+	{
+		name: "a victim goes though the target fits meanwhile",
+		file: "handover.go",
+		old:  "case t != nil && !t.want.extra && s.fits(t):",
+		new:  "case false:",
+	},
+	{
+		name: "two that are UNKNOWN wait for each other",
+		file: "plan.go",
+		old:  "return v.health != healthUnknown && (v.queue.count == 0 || targetOrder(t, v) < 0)",
+		new:  "return v.health != healthUnknown && v.queue.count == 0",
+	},
+}
