@@ -27,6 +27,9 @@ func (b *Broker) effect(e scheduler.Effect) {
 		if c.cancelLoad != nil { // an abandoned load must not come back
 			c.cancelLoad()
 		}
+		if b.sampler != nil { // what comes back is measured against what is free now
+			b.sampler.hurry()
+		}
 		driver, timeout := c.driver, c.unloadTimeout
 		b.tasks.Go(func() { b.unload(driver, timeout, e) })
 	case scheduler.CheckBusy:

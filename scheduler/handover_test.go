@@ -253,6 +253,7 @@ func TestOnlyALookCanTellThatNothingRisesAnyMore(t *testing.T) {
 	f.unloaded("a")
 	f.use(-7000)
 	f.advance(2 * time.Second) // the sampler is slow
+	f.step(Wake{})
 	f.requireState("a", Stopping)
 	f.use(-6312)
 	f.requireState("a", Idle)
@@ -371,6 +372,7 @@ func TestWhatIsMeasuredByProcessGoesBeforeGuesses(t *testing.T) {
 	f.requireState("b", Loading)
 	require.EqualValues(t, 100, f.booking("a"))
 	f.sample()
+	require.EqualValues(t, 100, f.slot("a").Holds[0].Seen.MiB())
 	require.EqualValues(t, 100, f.booking("a"), "what was measured before the unload is of no use after it")
 	f.cards[0].Measured = map[string]gpu.Bytes{"a": 70 * gpu.MiB}
 	f.sample()
@@ -506,4 +508,44 @@ func TestAnUnloadByHandIsDrainedFirst(t *testing.T) {
 	f.step(Unload{Slot: "l"}) // not loaded: nothing to do
 	f.step(Unload{Slot: "nobody"})
 	f.requireUnloads("a")
+}
+
+func TestAStoppingVictimStaysTheVictimThoughItsTargetFitsMeanwhile(t *testing.T) {
+	f := given(t, 24576, server("a", 10000), server("b", 10000))
+	f.use(8000) // an outsider
+	f.warm("a", 10000)
+	f.advance(time.Minute)
+	h := f.submit("b")
+	f.requireState("a", Stopping)
+	f.use(-8000) // it goes
+	require.False(t, f.slot("a").GateOpen)
+	f.requireLoads("a")
+	f.unloaded("a")
+	f.sample()
+	f.requireState("a", Idle)
+	f.loaded("b")
+	f.requireRunning(h)
+}
+
+func TestAnUnloadByHandWaitsForTheFirstJobOfALazySlot(t *testing.T) {
+	f := given(t, 24576, lazyServer("l", 10000), server("a", 5000))
+	f.warm("a", 5000)
+	h := f.submit("l")
+	f.step(Unload{Slot: "a"})
+	f.advance(time.Minute)
+	f.requireUnloads()
+	f.release(h)
+	f.requireUnloads("a")
+}
+
+func TestAServerThatDiesInItsAnswerIsProbed(t *testing.T) {
+	f := given(t, 16384, server("a", 10000))
+	f.warm("a", 10000)
+	h := f.submit("a")
+	f.advance(time.Second)
+	f.releaseAs(h, ServerDied)
+	require.Equal(t, []string{"a"}, f.probes)
+	require.Equal(t, f.now, f.slot("a").LastUse)
+	f.probeRefused("a")
+	f.requireState("a", Idle)
 }

@@ -75,6 +75,7 @@ type standing struct {
 	health  health
 	first   JobID
 	warming bool
+	stop    stopping
 }
 
 type record struct {
@@ -85,7 +86,7 @@ type record struct {
 }
 
 func standingOf(sl *slot) standing {
-	return standing{state: sl.state, gate: sl.gate, since: sl.since, lastUse: sl.lastUse, held: sl.held, heldAt: sl.heldAt, health: sl.health, first: sl.first, warming: sl.warming}
+	return standing{state: sl.state, gate: sl.gate, since: sl.since, lastUse: sl.lastUse, held: sl.held, heldAt: sl.heldAt, health: sl.health, first: sl.first, warming: sl.warming, stop: sl.stop}
 }
 
 func (c *checker) before(e Event) {
@@ -130,6 +131,7 @@ func (c *checker) after(e Event, effects []Effect, wake time.Time) {
 			c.load(w.s.named[f.Slot])
 		case f.Kind == Decided && (f.Decision.Kind == "unloaded" || f.Decision.Kind == "evicted"):
 			c.residue(f.Slot)
+			c.looked(w.s.named[f.Slot])
 		}
 	}
 	for _, sl := range w.s.slots {
@@ -434,6 +436,26 @@ func (c *checker) residue(name string) {
 		if rest := m.used() - m.othersSeen(); h.residue > max(0, rest) {
 			c.w.fail("%s keeps a residue of %s on GPU %d, only %s is left unexplained", name, h.residue, h.card, rest)
 		}
+	}
+}
+
+// looked checks that memory counts as back only by a look at it after the unload call returned, or after evict_wait.
+func (c *checker) looked(v *slot) {
+	if v == nil { // it was dropped in the same step
+		return
+	}
+	now, returned := c.w.now, c.w.now
+	if was := c.was[v]; was.stop.called {
+		returned = was.stop.at
+	}
+	known, stale := true, false
+	for _, h := range v.on {
+		g := c.w.s.card(h.card)
+		known = known && g != nil && g.Known
+		stale = stale || g != nil && g.seenAt.Before(returned)
+	}
+	if known && stale && now.Before(returned.Add(c.w.s.cfg.EvictWait)) {
+		c.w.fail("%s counts as unloaded, and nobody has looked at its memory since the call returned", v.cfg.Name)
 	}
 }
 

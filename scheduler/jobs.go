@@ -195,7 +195,7 @@ func (s *State) release(now time.Time, id JobID, outcome Outcome) {
 	if j == nil || j.state != jobRunning {
 		return
 	}
-	sl := j.slot
+	sl, warmed := j.slot, j.slot.first == id
 	s.jobs.put(j)
 	sl.active--
 	sl.idleAt = now
@@ -223,7 +223,7 @@ func (s *State) release(now time.Time, id JobID, outcome Outcome) {
 	case ServerDied:
 		s.emit(Effect{Kind: ProbeNow, Slot: sl.cfg.Name})
 	}
-	if s.waiting > 0 || sl.gate.closed || sl.gone {
+	if s.waiting > 0 || sl.gate.closed || sl.gone || warmed { // a transition that ends lets another begin
 		s.pump(now)
 	}
 }

@@ -290,6 +290,8 @@ func TestAServersOwnWordRaisesABookingAndNeverLowersIt(t *testing.T) {
 	require.EqualValues(t, 7000, f.booking("ollama"))
 	tell(0) // it runs on the CPU
 	require.EqualValues(t, 7000, f.booking("ollama"))
+	tell(3000 * gpu.MiB)
+	require.EqualValues(t, 7000, f.booking("ollama"))
 	tell(-1)
 	require.EqualValues(t, 7000, f.booking("ollama"))
 }

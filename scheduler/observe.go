@@ -245,6 +245,9 @@ func (s *State) follow(c *card) {
 		if (sl.state == Loading || sl.state == Ready) && !h.frozen {
 			h.drop = clamp(h.loadFree-c.Free, 0, h.booking)
 		}
+		if sl.state == Stopping && !sl.stop.called && !c.seenAt.Before(sl.stop.began) {
+			sl.rebase(c)
+		}
 	}
 	if !c.Known {
 		return
@@ -271,9 +274,28 @@ func (s *State) follow(c *card) {
 		if !h.frozen {
 			h.residue = min(h.residue, h.base-(c.Free-h.baseFree), rest-h.baseOut)
 		}
+		if s.stoppingOn(c) { // what it gives back, booked as it still is, would be taken from the others' residues
+			continue
+		}
 		h.residue = max(0, min(h.residue, rest))
 		h.known = min(h.known, h.residue) // it came back late: the next unload may be trusted to give as much
 	}
+}
+
+// rebase corrects what an unload is measured against: the look on which it was
+// decided may be older than the load of what goes.
+func (sl *slot) rebase(c *card) {
+	for i, h := range sl.on {
+		if more := sl.stop.free[i] - c.Free; h.card == c.Index && more > 0 {
+			sl.stop.free[i] -= more
+			sl.stop.used[i] += more
+		}
+	}
+}
+
+// stoppingOn says whether a slot of the GPU is being unloaded.
+func (s *State) stoppingOn(c *card) bool {
+	return slices.ContainsFunc(s.slots, func(sl *slot) bool { return sl.state == Stopping && sl.hold(c.Index) != nil })
 }
 
 // ledger is the account of a GPU, and the position of a slot in it (-1: not there).

@@ -482,3 +482,63 @@ func TestATargetThatCoolsDownReservesNothing(t *testing.T) {
 	f.requireLoads("big", "small")
 	f.requireWaiting(big)
 }
+
+func TestIdleVictimsGoBeforeBusyOnes(t *testing.T) {
+	f := given(t, 16384, server("t", 7000), server("busy", 6000, lockNone), server("idle", 6000, keepAlive(time.Hour)))
+	h := f.submitJob(Submit{Slot: "busy", Priority: 300}) // by all else it would be the first to go
+	f.loaded("busy")
+	f.use(6000)
+	f.release(h)
+	f.warm("idle", 6000)
+	f.submit("busy")
+	f.submit("t")
+	f.advance(300 * time.Second) // both may go now
+	f.requireUnloads("idle")
+	require.True(t, f.slot("busy").GateOpen)
+}
+
+func TestASlotThatServedNobodySinceItBecameReadyStaysThoughItsJobsAreYoung(t *testing.T) {
+	f := given(t, 16384, server("v", 10000), server("t", 10000), server("w", 1000))
+	f.warm("w", 1000)
+	w := f.submit("w") // has the lock
+	v1 := f.submit("v")
+	f.submit("t")
+	f.advance(time.Second)
+	f.loaded("v")
+	f.advance(302 * time.Second)
+	v2 := f.submit("v") // younger than t by more than B, and no part of the batch
+	f.cancel(v1)
+	require.True(t, f.slot("v").GateOpen)
+	f.release(w)
+	f.requireRunning(v2)
+	f.submit("v")
+	f.advance(5 * time.Second)
+	require.False(t, f.slot("v").GateOpen)
+}
+
+func TestAnUnknownTargetWhoseGateIsClosedClaimsNothing(t *testing.T) {
+	f := given(t, 16384, server("a", 3000, asksBusy, func(c *SlotConfig) { c.CanTell = false }), server("b", 10000))
+	f.free(9000) // a is loaded, and an outsider is there
+	f.works["a"] = true
+	f.submit("b")
+	require.Equal(t, "b", f.slot("a").DrainFor)
+	a := f.submit("a")
+	f.advance(time.Minute)
+	f.requireState("a", Unknown)
+	f.requireLoads()
+	f.works["a"] = false
+	f.advance(time.Second)
+	f.evicted("a", 3000)
+	f.requireLoads("b")
+	f.requireWaiting(a)
+}
+
+func TestAVictimIsNotUnloadedIfItsResidueWouldKeepTheTargetOutAnyway(t *testing.T) {
+	f := given(t, 16384, server("a", 10000, func(c *SlotConfig) { c.Residual = 600 * gpu.MiB }), server("b", 15800))
+	f.warm("a", 10000)
+	f.advance(time.Hour)
+	h := f.submit("b")
+	f.advance(10 * time.Second)
+	f.requireRefused(h, VRAMExhausted)
+	f.requireUnloads()
+}

@@ -271,7 +271,7 @@ func TestAVictimThatGaveNothingIsBelievedNoMore(t *testing.T) {
 
 // haunted is a card on which a lazy server, taken for IDLE, holds 13000 MiB from before the broker came.
 func haunted(t *testing.T, set ...func(*SlotConfig)) *fixture {
-	f := given(t, 16384, lazyServer("comfyui", 13312, set...), server("mvoice", 2868))
+	f := given(t, 16384, lazyServer("comfyui", 13312, set...), server("mvoice", 2868), server("tiny", 500))
 	f.free(2772)
 	f.requireState("comfyui", Idle)
 	return f
@@ -283,10 +283,11 @@ func TestALazySlotThatWasNeverCalledIsUnloadedOnceBeforeARefusal(t *testing.T) {
 	f.requireUnloads("comfyui")
 	f.requireState("comfyui", Idle)
 	require.NotContains(t, f.decided("unload", "comfyui").Reason, "by hand")
-	c := f.submit("comfyui")
+	c := f.submit("tiny")
 	f.requireWaiting(c, h) // the call is a transition
-	f.answered("comfyui")
+	f.requireLoads()
 	f.cancel(c)
+	f.answered("comfyui")
 	f.advance(5 * time.Second)
 	f.requireWaiting(h)
 	f.free(16084) // its memory comes back

@@ -686,10 +686,26 @@ func (w *world) cancel() {
 
 // repeatOld says something once more that is long out of date.
 func (w *world) repeatOld() {
-	switch w.rand.IntN(4) {
-	case 0:
-		if n := len(w.lastLoad); n > 0 {
-			w.step(w.lastLoad[max(0, n-1-w.rand.IntN(4))])
+	switch w.rand.IntN(6) {
+	case 0, 4, 5:
+		var fitting []Event // of a slot that loads or unloads just now, if there is one
+		for _, e := range w.lastLoad {
+			name := ""
+			switch e := e.(type) {
+			case LoadDone:
+				name = e.Slot
+			case UnloadDone:
+				name = e.Slot
+			}
+			if sl := w.s.named[name]; sl != nil && (sl.state == Loading || sl.state == Stopping) {
+				fitting = append(fitting, e)
+			}
+		}
+		if len(fitting) == 0 {
+			fitting = w.lastLoad
+		}
+		if n := len(fitting); n > 0 {
+			w.step(fitting[w.rand.IntN(n)])
 		}
 	case 1:
 		if n := len(w.ended); n > 0 {

@@ -51,12 +51,14 @@ func run() error {
 	out := tabwriter.NewWriter(os.Stdout, 0, 8, 2, ' ', 0)
 	fmt.Fprintln(out, "fault\trandom histories\ttables")
 	var survivors []string
+	var broken error
 	var caught int
 	for _, m := range mutants {
 		fmt.Fprintf(os.Stderr, "%s ...\n", m.name)
 		byHistories, byTables, err := try(root, dir, m)
 		if err != nil {
-			return fmt.Errorf("%q: %w", m.name, err)
+			broken = errors.Join(broken, fmt.Errorf("%q: %w", m.name, err))
+			continue
 		}
 		if byHistories == "" && byTables == "" {
 			survivors = append(survivors, m.name)
@@ -71,9 +73,9 @@ func run() error {
 	}
 	fmt.Printf("%d faults; %d caught by random histories; %d survived\n", len(mutants), caught, len(survivors))
 	if len(survivors) > 0 {
-		return fmt.Errorf("no test catches: %s", strings.Join(survivors, "; "))
+		broken = errors.Join(broken, fmt.Errorf("no test catches: %s", strings.Join(survivors, "; ")))
 	}
-	return nil
+	return broken
 }
 
 // moduleRoot is the folder of the module that the command is run in.

@@ -76,19 +76,19 @@ var mutants = []mutant{
 		name: "the lock is ignored",
 		file: "jobs.go",
 		old:  "if l.owner != nil && l.owner != sl && (s.cfg.LockGlobal || sl.hold(l.gpu) != nil) {",
-		new:  "if false {",
+		new:  "if l == nil {",
 	},
 	{
 		name: "a sample from before the unload says that the memory is back",
 		file: "handover.go",
 		old:  "looked = looked && !c.seenAt.Before(v.stop.at)",
-		new:  "looked = true",
+		new:  "looked = looked && c != nil",
 	},
 	{
 		name: "an unload goes out beside another's load",
 		file: "handover.go",
 		old:  "if o := s.transition(h.card); o != nil && o != v {",
-		new:  "if false {",
+		new:  "if o := s.transition(h.card); o != nil && o == nil {",
 	},
 	{
 		name: "a victim goes though the target fits meanwhile",

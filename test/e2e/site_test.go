@@ -59,13 +59,13 @@ type consumer struct {
 	Proxy               string // lines instead of reverse_proxy {http.gpu_broker.upstream}
 }
 
-// layout is what a site is made of.
+// layout is what a site is made of. In all lines UPSTREAM_OF_name stands for a server's address.
 type layout struct {
 	Total     string // of the simulated GPU; 16GiB
 	GPU       string // the gpu line's block, one setting a line: `release_delay 800ms`
 	Global    string // more lines of the global option gpu_broker
 	Consumers []consumer
-	Routes    string // more lines of the site; UPSTREAM_OF_name stands for a server's address
+	Routes    string // more lines of the site
 	HTTPS     bool   // with Caddy's local CA; HTTP/2
 }
 
@@ -184,12 +184,12 @@ func (s *site) caddyfile(port string) string {
 		}
 		line("handle_path /%s/* {\ngpu_broker %s {\n%s\n}\n%s\n}", c.Name, c.Name, c.Route, proxy)
 	}
-	routes := s.layout.Routes
+	line("%s\nhandle /gpu/* {\ngpu_broker_status\n}\n}", s.layout.Routes)
+	text := b.String()
 	for name, srv := range s.servers {
-		routes = strings.ReplaceAll(routes, "UPSTREAM_OF_"+name, srv.Addr())
+		text = strings.ReplaceAll(text, "UPSTREAM_OF_"+name, srv.Addr())
 	}
-	line("%s\nhandle /gpu/* {\ngpu_broker_status\n}\n}", routes)
-	return b.String()
+	return text
 }
 
 // manners are the lines that tell the broker how to treat a pretending server.

@@ -43,7 +43,7 @@ func (s *site) throughput(c *http.Client, path string, connections, n int) float
 }
 
 func TestAlone_ThroughputIsWithin5PercentOfPlainReverseProxy(t *testing.T) {
-	fast := consumer{Options: modelserver.Options{Name: "fast", VRAM: gib(1), Quiet: true}, Lines: "concurrency 32"}
+	fast := consumer{Options: modelserver.Options{Name: "fast", VRAM: gib(1), Quiet: true}, Lines: "concurrency 32", Proxy: "reverse_proxy UPSTREAM_OF_fast"}
 	s := start(t, layout{Consumers: []consumer{fast},
 		Routes: "handle_path /plain/* {\nreverse_proxy UPSTREAM_OF_fast\n}"})
 	require.Equal(t, 200, s.get("/fast/work").status)
