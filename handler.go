@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -72,11 +73,18 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	}
 	h.app = app.(*App)
 	h.pool = h.app.pool
+	place := "gpu_broker"
+	if h.Source != "" {
+		place += " (" + h.Source + ")"
+	}
+	if err := h.Check(); err != nil {
+		return fmt.Errorf("%s: %w", place, err)
+	}
 	if h.Consumer == "" {
-		return errors.New("gpu_broker: name the consumer that serves these requests: gpu_broker NAME")
+		return fmt.Errorf("%s: name the consumer that serves these requests: gpu_broker NAME; there are %s", place, strings.Join(h.app.names(), ", "))
 	}
 	if h.consumer = h.app.consumer(h.Consumer); h.consumer == nil {
-		return fmt.Errorf("gpu_broker: %w", config.Unknown("consumer", h.Consumer, h.app.names()))
+		return fmt.Errorf("%s: %w", place, config.Unknown("consumer", h.Consumer, h.app.names()))
 	}
 	var faults []error
 	patterns := func(lists ...[]string) config.RoutePatterns {
@@ -86,7 +94,7 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 		}
 		p, err := config.ParseRoutePatterns(all)
 		if err != nil {
-			faults = append(faults, fmt.Errorf("gpu_broker %s: %w", h.Consumer, err))
+			faults = append(faults, fmt.Errorf("%s: %w", place, err))
 		}
 		return p
 	}
@@ -153,7 +161,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	}
 	j := jobs.Get().(*job)
 	defer j.done()
-	j.handler, j.repl, j.submitted = h, repl, time.Now()
+	j.handler, j.repl = h, repl
 	return j.serve(w, r, next)
 }
 
@@ -220,7 +228,7 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 // place is there at once: only a body that was read to its end lets HTTP/1 tell us that the client left.
 func (j *job) acquire(r *http.Request) error {
 	h := j.handler
-	req := broker.Request{Consumer: h.Consumer, Priority: broker.DefaultPriority, Submitted: j.submitted, Budget: time.Duration(h.Budget)}
+	req := broker.Request{Consumer: h.Consumer, Priority: broker.DefaultPriority, Budget: time.Duration(h.Budget)}
 	// The body of a CONNECT is a tunnel, such as a websocket over HTTP/2: it has no end to read to.
 	hasBody := r.ContentLength != 0 && r.Body != nil && r.Body != http.NoBody && !h.StreamBody && r.Method != http.MethodConnect
 	if hasBody && r.ContentLength > h.maxBody {
@@ -245,6 +253,10 @@ func (j *job) acquire(r *http.Request) error {
 		}
 		j.body = body
 	}
+	if j.submitted.IsZero() { // a job that is admitted once more keeps its time
+		j.submitted = time.Now()
+	}
+	req.Submitted = j.submitted
 	lease, err := h.pool.broker.Acquire(r.Context(), req)
 	if err != nil {
 		return err

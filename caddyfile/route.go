@@ -30,6 +30,9 @@ type Route struct {
 	MaxBody gpu.Bytes `json:"max_body,omitempty"`
 	// Whether responses carry `Server-Timing` and `X-GPU-Broker-Consumer`: `on` or `off`. Default: the broker's.
 	Headers string `json:"headers,omitempty"`
+
+	// Where it stands, `file:line`: the Caddyfile's adapter writes it, so that errors can name the place. It has no effect.
+	Source string `json:"source,omitempty"`
 }
 
 // ParseRoute reads the directive gpu_broker, which d stands before. Its error
@@ -40,6 +43,9 @@ func ParseRoute(d *caddyfile.Dispenser) (*Route, error) {
 	var faults []error
 	for d.Next() {
 		name := d.Val()
+		if r.Source == "" {
+			r.Source = fmt.Sprintf("%s:%d", d.File(), d.Line())
+		}
 		args := d.RemainingArgs()
 		switch {
 		case len(args) > 1:

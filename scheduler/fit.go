@@ -141,11 +141,11 @@ func (s *State) inTheWay(t *slot) string {
 	s.cards(t, func(c *card, _ *holding) {
 		l := account(s.sheet(c, t).card, s.sheet(c, t).entries, nil)
 		if l.Outsiders > 0 {
-			who := "programs that are none of the broker's"
+			part := fmt.Sprintf("programs that are none of the broker's hold %s", l.Outsiders)
 			if len(c.Outsiders) > 0 {
-				who += " (" + strings.Join(c.Outsiders, ", ") + ")"
+				part += " (on the GPU run: " + strings.Join(c.Outsiders, ", ") + ")"
 			}
-			parts = append(parts, fmt.Sprintf("%s hold %s", who, l.Outsiders))
+			parts = append(parts, part)
 		}
 		for _, v := range s.slots {
 			h := v.hold(c.Index)

@@ -264,19 +264,16 @@ func TestACancelThatLostTheRaceEndsTheJob(t *testing.T) {
 	require.Equal(t, 1, f.s.Snapshot().Running)
 }
 
-func TestTheLoadOfAnotherDoesNotCostALazySlotItsTurn(t *testing.T) {
-	f := given(t, 81920, server("a", 1000, wide(8)), lazyServer("l", 1000), server("t", 1000))
+func TestWhatIsDecidedForAnotherTargetDoesNotCostALazySlotItsTurn(t *testing.T) {
+	f := given(t, 16384, server("a", 1000, wide(8)), lazyServer("l", 1000), server("huge", 99999))
 	f.warm("a", 1000)
 	a := f.submit("a")
 	l := f.submit("l")
 	f.advance(25 * time.Second)
 	late := f.submit("a")
 	f.requireWaiting(l, late) // it is too young to go before l
-	f.submitJob(Submit{Slot: "t", Priority: 1})
-	f.requireState("t", Loading)
+	f.requireRefused(f.submitJob(Submit{Slot: "huge", Priority: 1}), NeverFits)
 	f.requireWaiting(l, late)
-	f.loaded("t")
 	f.release(a)
-	f.release(f.lastJob("t"))
 	f.requireRunning(l)
 }

@@ -78,6 +78,8 @@ func (s *State) startState(c *SlotConfig) SlotState {
 	switch {
 	case s.cfg.Mode != Evicting:
 		return Ready
+	case c.Disabled:
+		return Idle // nobody asks it: whatever it holds is foreign
 	case c.CanUnload && !c.CanLoad && !c.CanTell:
 		return Idle // lazy: else its first request would skip the fit
 	default:
@@ -254,13 +256,17 @@ func (s *State) follow(c *card) {
 	}
 	for _, sl := range s.slots { // residues are capped anew by what nobody else explains
 		h := sl.hold(c.Index)
-		if h == nil || sl.state != Idle {
+		if h == nil {
+			continue
+		}
+		if sl.state != Idle {
+			h.kept = 0
 			continue
 		}
 		if h.hasMeas && c.Measured != nil {
 			h.residue = h.measured
 		}
-		if h.hasMeas || h.residue == 0 {
+		if h.hasMeas || max(h.residue, h.kept) == 0 {
 			h.known = min(h.known, h.residue)
 			continue
 		}
@@ -274,10 +280,12 @@ func (s *State) follow(c *card) {
 		if !h.frozen {
 			h.residue = min(h.residue, h.base-(c.Free-h.baseFree), rest-h.baseOut)
 		}
-		if s.stoppingOn(c) { // what it gives back, booked as it still is, would be taken from the others' residues
-			continue
+		// What another gives back just now is booked to it still, and looks as if it were gone from here.
+		h.kept = max(h.kept, h.residue)
+		h.residue = max(0, min(h.kept, rest))
+		if !s.stoppingOn(c) {
+			h.kept = 0
 		}
-		h.residue = max(0, min(h.residue, rest))
 		h.known = min(h.known, h.residue) // it came back late: the next unload may be trusted to give as much
 	}
 }

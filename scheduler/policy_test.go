@@ -522,6 +522,7 @@ func TestAnUnknownTargetWhoseGateIsClosedClaimsNothing(t *testing.T) {
 	f.works["a"] = true
 	f.submit("b")
 	require.Equal(t, "b", f.slot("a").DrainFor)
+	f.advance(time.Second)
 	a := f.submit("a")
 	f.advance(time.Minute)
 	f.requireState("a", Unknown)

@@ -123,6 +123,7 @@ type holding struct {
 	base     gpu.Bytes // seen amount when the residue began …
 	baseFree gpu.Bytes // … and what was free and foreign then
 	baseOut  gpu.Bytes
+	kept     gpu.Bytes // residue before the unload of another began on this GPU
 	known    gpu.Bytes // residue after the last unload; -1: never unloaded
 	loadFree gpu.Bytes // free when its load began
 	drop     gpu.Bytes

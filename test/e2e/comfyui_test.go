@@ -234,7 +234,10 @@ func TestAlone_WebsocketHearsOfTheQueueWithin50ms(t *testing.T) {
 	require.Equal(t, 1, comfy.Stats().Sockets)
 	require.Equal(t, 200, s.post("/comfyui/interrupt", "").status)
 	require.Equal(t, 200, s.await(speech).status)
-	require.NoError(t, conn.Ping(conn.CloseRead(t.Context())), "the websocket outlives the hand-over")
+	for !strings.Contains(readSocket(t, conn), `"queue_remaining":0`) {
+	}
+	queuePrompt(t, comfy.URL()+"/prompt", longPrompt("60000"))
+	require.Contains(t, readSocket(t, conn), `"queue_remaining":1`, "the websocket outlives the hand-over")
 }
 
 // socket opens a websocket through the site.
