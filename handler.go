@@ -305,7 +305,9 @@ func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler
 	defer func() {
 		j.lease.Release(j.outcome(r, err, completed))
 		j.leased = false
-		j.handler.ran.Observe(time.Since(began).Seconds())
+		ended := time.Now()
+		j.handler.ran.Observe(ended.Sub(began).Seconds())
+		j.spans(r.Context(), began, ended)
 	}()
 	err = next.ServeHTTP(j, r)
 	completed = true

@@ -440,3 +440,15 @@ func (f *fixture) lastJob(name string) (last *handle) {
 	require.NotNil(f.t, last, "no job of %s runs", name)
 	return last
 }
+
+// look lets time go by with a look at the GPUs every 50 ms, as NVML does in a hand-over.
+func (f *fixture) look(d time.Duration) {
+	f.t.Helper()
+	for end := f.now.Add(d); f.now.Before(end); {
+		f.advance(min(50*time.Millisecond, end.Sub(f.now)))
+		f.sample()
+	}
+}
+
+// outsiders is what programs that are none of ours hold of GPU 0, in MiB.
+func (f *fixture) outsiders() int64 { return f.s.Snapshot().GPUs[0].Outsiders.MiB() }

@@ -285,8 +285,8 @@ func (s *State) follow(c *card) {
 		h.residue = max(0, min(h.kept, rest))
 		if !s.stoppingOn(c) {
 			h.kept = 0
+			h.known = min(h.known, h.residue) // it came back late: the next unload may be trusted to give as much
 		}
-		h.known = min(h.known, h.residue) // it came back late: the next unload may be trusted to give as much
 	}
 }
 

@@ -15,8 +15,8 @@ var mutants = []mutant{
 	{
 		name: "a job can be released twice",
 		file: "jobs.go",
-		old:  "\tsl := j.slot\n\ts.jobs.put(j)\n\tsl.active--\n",
-		new:  "\tsl := j.slot\n\tsl.active--\n",
+		old:  "\ts.jobs.put(j)\n\tsl.active--\n",
+		new:  "\tsl.active--\n",
 	},
 	{
 		name: "the epoch of a load's answer is ignored",

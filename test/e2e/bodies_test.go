@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"fmt"
@@ -397,6 +398,67 @@ func TestBodyAboveMaxBodyIsRefusedWith413(t *testing.T) {
 			require.Equal(t, 200, a.status, "a body of the very size that is allowed")
 		})
 	}
+}
+
+func TestTooLargeABodyIsRefusedBeforeItIsAskedFor(t *testing.T) {
+	t.Parallel()
+	voice := mvoice()
+	voice.Route = "max_body 10KiB"
+	s := start(t, layout{Consumers: []consumer{voice}})
+	conn := s.dial()
+	defer conn.Close()
+	_, err := io.WriteString(conn, "POST /mvoice/synthesize HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 20000\r\n\r\n")
+	require.NoError(t, err)
+	head, err := bufio.NewReader(conn).ReadString('\n')
+	require.NoError(t, err)
+	require.Equal(t, "HTTP/1.1 413 Request Entity Too Large\r\n", head)
+}
+
+func TestLimitOfCaddysOwnRequestBodyDirectiveIsKept(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name    string
+		chunked bool
+		warm    bool
+	}{{"known, not loaded", false, false}, {"unknown, not loaded", true, false}, {"known, loaded", false, true}} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			voice := mvoice()
+			voice.Proxy = "request_body {\nmax_size 10KB\n}\nreverse_proxy {http.gpu_broker.upstream}"
+			voice.Preloaded = c.warm
+			s := start(t, layout{Consumers: []consumer{voice}})
+			if c.warm {
+				s.waitState("mvoice", "READY")
+			}
+			var body io.Reader = bytes.NewReader(every(20_000))
+			if c.chunked {
+				body = unknownLength{body}
+			}
+			a := s.do(t.Context(), "POST", "/mvoice/synthesize", body)
+			require.NoError(t, a.err)
+			require.Equal(t, 413, a.status)
+			require.Equal(t, 200, s.post("/mvoice/synthesize", "small").status)
+			s.idle("mvoice")
+		})
+	}
+}
+
+func TestTrailersOfAChunkedBodyReachTheServerAsWithoutTheBroker(t *testing.T) {
+	t.Parallel()
+	trailers := make(chan http.Header, 2)
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body)
+		trailers <- r.Trailer
+	}))
+	t.Cleanup(srv.Close)
+	voice := mvoice()
+	voice.Proxy = "reverse_proxy " + srv.Listener.Addr().String()
+	s := start(t, layout{Consumers: []consumer{voice}, Routes: "handle_path /plain/* {\n" + voice.Proxy + "\n}"})
+	for _, path := range []string{"/plain/", "/mvoice/"} {
+		answer := s.raw("POST " + path + " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\nTrailer: X-Sum\r\n\r\n5\r\nhello\r\n0\r\nX-Sum: 42\r\n\r\n")
+		require.True(t, strings.HasPrefix(answer, "HTTP/1.1 200 "), answer)
+	}
+	require.Equal(t, <-trailers, <-trailers)
 }
 
 func TestBodiesAboveMaxBufferedInAllAreRefusedWith503(t *testing.T) {

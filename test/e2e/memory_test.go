@@ -249,7 +249,7 @@ func TestFC23_WaitEndsEarlyWhereWhatIsBackIsBack(t *testing.T) {
 	t.Parallel()
 	a := plainModel("a", 9)
 	a.Residue = gib(1) // a context that stays with the process
-	s := start(t, layout{Total: "20GiB", Global: "evict_wait 12s\noutsider_wait 300ms", Consumers: []consumer{a, plainModel("b", 19.5)}})
+	s := start(t, layout{Total: "20GiB", Global: "evict_wait 20s\noutsider_wait 300ms", Consumers: []consumer{a, plainModel("b", 19.5)}})
 	s.serve("a")
 	got := s.post("/b/synthesize", "x")
 	doc := s.refusal(got)

@@ -1,0 +1,107 @@
+# What each target is for: `make help`. Programs go to bin/, results of tests to .cache/.
+
+GO     ?= go
+MODULE := github.com/gpu-broker/caddy-gpu-broker
+TAGS_XCADDY := nobadger,nomysql,nopgx
+
+# go-nvml's C declarations are deprecated by themselves: thirty warnings a build.
+export CGO_CFLAGS := -O2 -g -Wno-deprecated-declarations
+# Caddy is built once for all end-to-end tests.
+export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy
+
+RESULTS := .cache/tests
+TEST     = bin/gotestsum --format pkgname --hide-summary skipped --jsonfile $(RESULTS)/$@.json --
+# Bounds on time run by themselves, one after the other.
+ALONE   := -count=1 -p 1 -parallel 1 -v
+BOUNDS  := ^TestAlone_(Throughput|Swap)
+
+UNIT = $$($(GO) list ./... | grep -v /test/)
+
+.PHONY: help
+help: ## this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+.PHONY: run
+run: build ## the four-consumer example with pretending servers, over HTTPS on localhost
+	@exec bin/demo
+
+.PHONY: build
+build: ## Caddy with the module, the pretending servers and the demo, into bin/
+	$(GO) build -o bin/ ./cmd/...
+
+.PHONY: test
+test: ## everything, installing what the tests need
+	@scripts/test.sh tools vet lint examples unit cgo0 xcaddy e2e alone bench race real mutants
+
+.PHONY: test-fast
+test-fast: vet ## vet and the unit tests, without end to end
+	$(GO) test -short -skip '^TestAlone' $(UNIT)
+
+.PHONY: vet
+vet: ## go vet
+	$(GO) vet ./...
+	$(GO) vet -tags real ./test/ollama/...
+
+.PHONY: lint
+lint: bin/golangci-lint ## golangci-lint: staticcheck, errcheck, revive, gocritic
+	bin/golangci-lint run ./...
+
+.PHONY: examples
+examples: build ## the examples are well formatted, adapt and validate
+	scripts/examples.sh bin/caddy
+
+.PHONY: unit
+unit: bin/gotestsum ## tests of the packages
+	$(TEST) -skip '^TestAlone' $(UNIT)
+
+.PHONY: e2e
+e2e: build bin/gotestsum ## end to end through a real Caddy, and the demo's own lines
+	$(TEST) -count=1 -skip '^TestAlone' ./test/e2e/... ./test/demo/...
+
+.PHONY: alone
+alone: build bin/gotestsum ## the end-to-end tests with bounds on time
+	$(TEST) $(ALONE) -run '^TestAlone' -skip '$(BOUNDS)' ./test/e2e/...
+
+.PHONY: bench
+bench: build bin/gotestsum ## the bounds on speed, with the figures, and all benchmarks
+	bin/gotestsum --format standard-verbose --jsonfile $(RESULTS)/$@.json -- $(ALONE) -run '^TestAlone' $(UNIT)
+	bin/gotestsum --format standard-verbose --jsonfile $(RESULTS)/$@-e2e.json -- $(ALONE) -run '$(BOUNDS)' ./test/e2e/...
+	$(GO) test -run '^$$' -bench . -benchmem -benchtime 0.3s $(UNIT) | grep -E '^(Benchmark|FAIL|panic)'
+
+.PHONY: race
+race: bin/gotestsum ## tests under the race detector, end to end too
+	$(GO) build -race -o bin/caddy-race ./cmd/caddy
+	GPU_BROKER_RACE=1 GPU_BROKER_CADDY=$(CURDIR)/bin/caddy-race $(TEST) -race -short -skip '^TestAlone' $(UNIT) ./test/e2e/...
+
+# With xcaddy's flags, so that its build finds most of the work done.
+.PHONY: cgo0
+cgo0: export CGO_ENABLED := 0
+cgo0: bin/gotestsum ## tests of what differs without cgo
+	$(TEST) -trimpath -tags $(TAGS_XCADDY) -skip '^TestAlone' . ./gpu/... ./nvml/... ./config/...
+
+.PHONY: xcaddy
+xcaddy: bin/xcaddy ## a build by xcaddy; with cgo: make xcaddy CGO_ENABLED=1
+	CGO_ENABLED=$(or $(CGO_ENABLED),0) bin/xcaddy build "$$($(GO) list -m -f '{{.Version}}' github.com/caddyserver/caddy/v2)" \
+		--output bin/caddy-xcaddy --with $(MODULE)@v0.0.0=.
+	bin/caddy-xcaddy list-modules --packages | grep gpu_broker
+	bin/caddy-xcaddy validate --config examples/four-consumers/Caddyfile
+
+.PHONY: real
+real: build bin/gotestsum ## with a real ollama, which it builds once
+	$(TEST) -count=1 -tags real ./test/ollama/...
+
+.PHONY: mutants
+mutants: ## planted faults must each make a test fail
+	$(GO) run ./internal/mutants
+
+.PHONY: tools
+tools: bin/gotestsum ## sees to the programs and packages that the tests need
+	scripts/tools.sh
+
+# The tools have a module of their own, so that the product's go.mod stays the product's.
+bin/golangci-lint bin/gotestsum bin/xcaddy: tools/go.mod tools/go.sum
+	$(GO) -C tools build -o ../bin/ $$($(GO) -C tools list -f '{{.ImportPath}}' tool | grep '/$(@F)$$')
+
+.PHONY: clean
+clean: ## removes what was built here
+	rm -rf bin .cache

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Runs make targets one after the other, says how long each took, and lists the tests that were skipped.
+#
+#	scripts/test.sh TARGET ...
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+results=.cache/tests
+rm -rf "$results"
+mkdir -p "$results"
+times=()
+
+report() {
+	local status=$?
+	if compgen -G "$results/*.json" >/dev/null; then
+		printf '\n== all tests together\n'
+		bin/gotestsum --format none --hide-summary failed,errors,output --raw-command -- cat "$results"/*.json || true
+	fi
+	printf '\n== time\n'
+	printf '%s\n' "${times[@]}" "all: $SECONDS s"
+	if [ "$status" -ne 0 ]; then
+		printf '\nFAILED: make %s\n' "$stage"
+	fi
+}
+trap report EXIT
+
+for stage in "$@"; do
+	printf '\n== make %s\n' "$stage"
+	began=$SECONDS
+	make --no-print-directory "$stage"
+	times+=("$stage: $((SECONDS - began)) s")
+done

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Sees to it that what the tests need is there. As root it installs Debian packages;
+# else it prints the line that does, and stops.
+set -euo pipefail
+
+if ! command -v go >/dev/null; then
+	echo "Go is missing: install version 1.26 or later from go.dev" >&2
+	exit 3
+fi
+
+missing=()
+need_program() { command -v "$1" >/dev/null || missing+=("$2"); }
+need_header() { echo "#include <$1>" | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1 || missing+=("$2"); }
+
+need_program gcc gcc
+need_program g++ g++
+need_program make make
+need_program node nodejs
+need_program npm npm
+need_program curl curl
+# A real ollama is built for the tests; its module lacks these headers.
+need_header nlohmann/json.hpp nlohmann-json3-dev
+need_header stb/stb_image.h libstb-dev
+
+if [ ${#missing[@]} -eq 0 ]; then
+	exit 0
+fi
+if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+	echo "The tests need packages that are missing. Install them and run this again:" >&2
+	echo "    sudo apt-get update && sudo apt-get install -y ${missing[*]}" >&2
+	exit 3
+fi
+echo "installing ${missing[*]}"
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq
+apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=300 "${missing[@]}"
