@@ -84,7 +84,7 @@ xcaddy: bin/xcaddy ## a build by xcaddy; with cgo: make xcaddy CGO_ENABLED=1
 	CGO_ENABLED=$(or $(CGO_ENABLED),0) bin/xcaddy build "$$($(GO) list -m -f '{{.Version}}' github.com/caddyserver/caddy/v2)" \
 		--output bin/caddy-xcaddy --with $(MODULE)@v0.0.0=.
 	bin/caddy-xcaddy list-modules --packages | grep gpu_broker
-	bin/caddy-xcaddy validate --config examples/four-consumers/Caddyfile
+	scripts/examples.sh bin/caddy-xcaddy
 
 .PHONY: real
 real: build bin/gotestsum ## with a real ollama, which it builds once

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
@@ -120,7 +121,14 @@ func (j *job) answer(w http.ResponseWriter, r *http.Request, f *failure) error {
 		header.Set("X-Gpu-Broker-Consumer", consumer)
 	}
 	header.Del("Server-Timing")
+	if j.body == nil && r.ProtoMajor == 1 && r.Header.Get("Expect") != "" {
+		header.Set("Connection", "close") // the client holds its body back: the answer must not wait for it
+	}
 	allowOrigin(header, r)
+	if extra, ok := r.Context().Value(caddyhttp.ExtraLogFieldsCtxKey).(*caddyhttp.ExtraLogFields); ok {
+		extra.Set(zap.String("gpu_consumer", consumer))
+		extra.Set(zap.String("gpu_reason", f.code))
+	}
 	if f.status >= 500 { // overload and the like are expected states: no error in the access log
 		caddyhttp.SetVar(r.Context(), caddyhttp.LogLevelVar, "WARN")
 	}

@@ -16,7 +16,8 @@ var (
 	ErrCannot          = errors.New("the consumer can't do that")
 )
 
-// LoadByHand loads a consumer, by the same rules as for a request.
+// LoadByHand loads a consumer, by the same rules as for a request. It returns
+// when that is done or has failed; if ctx ends before, the load goes on.
 func (b *Broker) LoadByHand(ctx context.Context, name string) error {
 	v, ok := b.slot(name)
 	switch {
@@ -27,12 +28,24 @@ func (b *Broker) LoadByHand(ctx context.Context, name string) error {
 	case !v.CanLoad:
 		return fmt.Errorf("%w: %q has no load route: it loads inside its first request", ErrCannot, name)
 	}
-	l, err := b.Acquire(ctx, Request{Consumer: name, Priority: DefaultPriority})
-	if err != nil {
-		return err
+	done := make(chan error, 1)
+	b.mu.Lock()
+	if b.closed {
+		b.mu.Unlock()
+		return errors.New("the broker is stopping")
 	}
-	l.Release(scheduler.NoAnswer) // no use: it moves the idle clock alone
-	return nil
+	b.tasks.Go(func() { // it goes on if nobody waits for it any more, within the consumer's budget
+		l, err := b.Acquire(b.ctx, Request{Consumer: name, Priority: DefaultPriority})
+		l.Release(scheduler.NoAnswer) // no use: it moves the idle clock alone
+		done <- err
+	})
+	b.mu.Unlock()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 }
 
 // UnloadByHand unloads a consumer; running work ends first. It returns when

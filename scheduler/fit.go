@@ -25,7 +25,7 @@ func (s *State) sheet(c *card, t *slot) *sheet {
 		if h == nil {
 			continue
 		}
-		e := Entry{State: sl.state, Booking: h.booking, Residue: h.residue, Drop: h.drop, Settled: sl.settled, Measured: h.measured, HasMeasured: h.hasMeas}
+		e := Entry{State: sl.state, Booking: h.booking, Residue: h.residue, Drop: h.drop, Settled: sl.settledOn(c), Measured: h.measured, HasMeasured: h.hasMeas}
 		if sl == t {
 			sh.target = len(sh.entries)
 			if sl.state == Unknown { // nothing is known of it: its memory counts as foreign

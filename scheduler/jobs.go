@@ -213,7 +213,7 @@ func (s *State) release(now time.Time, id JobID, outcome Outcome) {
 			s.warm(now, sl)
 		}
 		if worked {
-			sl.settled = true
+			sl.settle(now)
 		}
 	}
 	s.unlock(sl)
@@ -237,6 +237,19 @@ func (s *State) ended(n int) {
 func (s *State) warm(now time.Time, sl *slot) {
 	sl.first, sl.warming = 0, false
 	sl.since = now // what a probe saw before is of no use: the server was still loading
+}
+
+// settle notes the end of the first job since the load.
+func (sl *slot) settle(now time.Time) {
+	if !sl.settled {
+		sl.settled, sl.settledAt = true, now
+	}
+}
+
+// settledOn says whether what the slot has taken of a GPU is in the last look
+// at it: one from before its first job ended may not have seen it all.
+func (sl *slot) settledOn(c *card) bool {
+	return sl.settled && (!c.Known || !c.seenAt.Before(sl.settledAt))
 }
 
 // unlock gives the lock back if the slot computes no more.
@@ -291,7 +304,8 @@ func (s *State) busyAnswer(now time.Time, e BusyAnswer) {
 	case sl.held > 0 && !e.Sent.Before(sl.heldAt):
 		s.ended(sl.held)
 		sl.held = 0
-		sl.idleAt, sl.lastUse, sl.settled = now, now, true
+		sl.idleAt, sl.lastUse = now, now
+		sl.settle(now)
 		if sl.warming && s.jobs.get(sl.first) == nil { // its first job was among them
 			s.warm(now, sl)
 		}

@@ -78,7 +78,7 @@ func (w *world) newModel(g *card, t *slot) *model {
 			v = h.measured
 		case h.hasMeas:
 			v = h.measured
-		case sl.state == Loading, sl.state == Ready && !sl.settled:
+		case sl.state == Loading, sl.state == Ready && (!sl.settled || g.Known && g.seenAt.Before(sl.settledAt)):
 			v = max(0, min(h.drop, b))
 		case sl.state == Unknown:
 			unknown = append(unknown, sl.cfg.Name)

@@ -151,7 +151,7 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 			h.booking, h.residue = max(sl.claim(), h.residue), 0
 		}
 		s.to(now, sl, Ready)
-		sl.settled = true
+		sl.settled, sl.settledAt = true, time.Time{}
 		s.decide(Decision{At: now, Kind: "adopt", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: "its server says that it is loaded"})
 	case e.Loaded == No && sl.state == Unknown:
 		for _, h := range sl.on { // what was measured may be older than that
@@ -247,7 +247,7 @@ func (s *State) follow(c *card) {
 		if (sl.state == Loading || sl.state == Ready) && !h.frozen {
 			h.drop = clamp(h.loadFree-c.Free, 0, h.booking)
 		}
-		if sl.state == Stopping && !sl.stop.called && !c.seenAt.Before(sl.stop.began) {
+		if sl.state == Stopping && !c.seenAt.Before(sl.stop.began) {
 			sl.rebase(c)
 		}
 	}
@@ -294,9 +294,14 @@ func (s *State) follow(c *card) {
 // decided may be older than the load of what goes.
 func (sl *slot) rebase(c *card) {
 	for i, h := range sl.on {
-		if more := sl.stop.free[i] - c.Free; h.card == c.Index && more > 0 {
-			sl.stop.free[i] -= more
-			sl.stop.used[i] += more
+		more := sl.stop.free[i] - c.Free
+		if h.card != c.Index || more <= 0 {
+			continue
+		}
+		sl.stop.free[i] -= more
+		sl.stop.used[i] += more
+		if sl.stop.from == Loading { // what it had taken by then
+			sl.stop.seen[i] = min(h.booking, sl.stop.seen[i]+more)
 		}
 	}
 }

@@ -74,11 +74,12 @@ type slot struct {
 	order int
 	gone  bool // not in the config any more: serves who waits, then goes
 
-	state   SlotState
-	epoch   uint64    // of the load or unload under way
-	since   time.Time // when the last change of state, or the use that casts doubt on older probes, ended
-	on      []*holding
-	settled bool // a job has ended since the load, or the load was not ours
+	state     SlotState
+	epoch     uint64    // of the load or unload under way
+	since     time.Time // when the last change of state, or the use that casts doubt on older probes, ended
+	on        []*holding
+	settled   bool      // a job has ended since the load, or the load was not ours
+	settledAt time.Time // when; zero: the load was not ours
 
 	health   health
 	detail   string // of the last bad probe

@@ -102,4 +102,16 @@ var mutants = []mutant{
 		old:  "return v.health != healthUnknown && (v.queue.count == 0 || targetOrder(t, v) < 0)",
 		new:  "return v.health != healthUnknown && v.queue.count == 0",
 	},
+	{
+		name: "memory that a job took counts as seen before a look at it",
+		file: "jobs.go",
+		old:  "return sl.settled && (!c.Known || !c.seenAt.Before(sl.settledAt))",
+		new:  "return sl.settled && c != nil",
+	},
+	{
+		name: "a load does not wait for a look at what a failed one left",
+		file: "handover.go",
+		old:  "\t\tc.doubt = now\n",
+		new:  "",
+	},
 }

@@ -71,8 +71,8 @@ func TestServerThatLiesAboutBeingUnloadedIsFoundOutByTheMemory(t *testing.T) {
 	s.servers["a"].SetFaults(func(f *modelserver.Faults) { f.LieUnloaded = true })
 	s.serve("b")
 	require.Equal(t, 1, s.servers["c"].Stats().Unloads)
-	st := s.status()
-	require.EqualValues(t, gib(9), st.Consumers["a"].Slots[0].Residue, "what it kept stays booked to it")
+	s.until("what it kept is booked to it", func() bool { return s.status().Consumers["a"].Slots[0].Residue == int64(gib(9)) })
+	require.Zero(t, s.status().GPUs[0].Outsiders)
 	require.Zero(t, s.servers["b"].Stats().LoadsFailed, "nothing was loaded into memory that was not there")
 	s.noOOM()
 }

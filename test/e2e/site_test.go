@@ -382,6 +382,7 @@ func (s *site) adminDo(method, path, contentType, body string) answer {
 	s.t.Helper()
 	req, err := http.NewRequest(method, "http://"+s.admin+path, strings.NewReader(body))
 	require.NoError(s.t, err)
+	req.Close = true // the endpoint is started anew by each load
 	if contentType != "" {
 		req.Header.Set("Content-Type", contentType)
 	}

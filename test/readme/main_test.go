@@ -1,0 +1,10 @@
+package readme
+
+import (
+	"testing"
+
+	"go.uber.org/goleak"
+)
+
+// What is validated must leave nothing running.
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
