@@ -101,8 +101,11 @@ func (b *Broker) step(e scheduler.Event) {
 		now := time.Now()
 		effects, wake := b.state.Step(now, e)
 		b.act(now, effects, wake)
-		if _, unloaded := e.(scheduler.UnloadDone); unloaded && b.sampler != nil && b.state.FastSampling() {
-			b.sampler.hurry() // its memory may be back already
+		switch e.(type) {
+		case scheduler.UnloadDone, scheduler.LoadDone:
+			if b.sampler != nil && b.state.FastSampling() {
+				b.sampler.hurry() // the memory may be back already
+			}
 		}
 	}
 }

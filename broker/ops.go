@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -59,6 +60,8 @@ func (b *Broker) UnloadByHand(ctx context.Context, name string, force bool) erro
 		return fmt.Errorf("%w: %q", ErrPinned, name)
 	case !v.CanUnload:
 		return fmt.Errorf("%w: %q has no unload route", ErrCannot, name)
+	case b.current.Load().Config.Scheduler != config.Evicting:
+		return fmt.Errorf("%w: the scheduler is %s, which unloads nothing", ErrCannot, b.current.Load().Config.Scheduler)
 	}
 	since := time.Now()
 	b.step(scheduler.Unload{Slot: name})
@@ -69,7 +72,7 @@ func (b *Broker) UnloadByHand(ctx context.Context, name string, force bool) erro
 		b.mu.Unlock()
 		v, ok := b.slot(name)
 		switch {
-		case !ok || v.State == scheduler.Idle:
+		case !ok || v.State == scheduler.Idle && v.GateOpen:
 			return nil
 		case failure != "":
 			return fmt.Errorf("%q was not unloaded: %s", name, failure)

@@ -63,7 +63,10 @@ func (s *State) proceed(now time.Time) {
 func (s *State) proceedDrain(now time.Time, v *slot) {
 	t := v.gate.target
 	switch {
-	case v.state == Stopping:
+	case v.state == Stopping || v.stop.flush:
+		return
+	case v.state == Idle && v.queue.count > 0: // it is wanted itself now
+		s.reopen(now, v, "requests for it have come")
 		return
 	case t != nil && (t.queue.count == 0 || !t.cold()):
 		s.reopen(now, v, fmt.Sprintf("%s does not wait any more", t.cfg.Name))
@@ -123,6 +126,7 @@ func (s *State) stopNow(now time.Time, v *slot) {
 	if v.state != Idle {
 		s.to(now, v, Stopping)
 	}
+	st.flush = v.state == Idle
 	v.stop, v.unloaded = st, true
 	v.epoch++
 	s.freeze(v)
@@ -372,6 +376,8 @@ func (s *State) unloadByHand(now time.Time, slotName string) {
 		}
 		v.gate = gate{closed: true, since: since}
 		s.pump(now)
+	} else if s.mayBeLoaded(v) && !v.gate.closed {
+		s.flush(now, v)
 	}
 }
 
@@ -412,17 +418,14 @@ func (s *State) leftBehind(c *card, sl *slot) (residue, outsiders gpu.Bytes) {
 }
 
 // flush calls the unload route of an IDLE lazy server that was never called:
-// it may have been loaded before we came (accounting §3).
+// it may have been loaded before we came (accounting §3). If it can tell that it works, it may finish.
 func (s *State) flush(now time.Time, v *slot) {
-	if !s.mayMove(v) {
-		return // once the other is done
-	}
-	s.stopNow(now, v)
-	v.stop.flush = true
+	v.gate = gate{closed: true, since: now}
+	s.proceedDrain(now, v)
 }
 
 func (s *State) flushed(now time.Time, v *slot, failure string) {
-	v.stop = stopping{}
+	v.stop, v.gate = stopping{}, gate{}
 	why := "its unload route was called, since it may have been loaded before the broker came"
 	if failure != "" {
 		why += ": " + failure

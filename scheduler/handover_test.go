@@ -206,9 +206,15 @@ func TestAnUnloadByHandIsDrainedFirst(t *testing.T) {
 	f.loaded("a")
 	f.requireRunning(next) // it waited, and so it is loaded again
 	require.EqualValues(t, 1, f.s.Snapshot().Counts.ManualUnloads)
-	f.step(Unload{Slot: "l"}) // not loaded: nothing to do
 	f.step(Unload{Slot: "nobody"})
 	f.requireUnloads("a")
+	f.step(Unload{Slot: "l"}) // it may have been loaded before we came
+	f.requireUnloads("a", "l")
+	require.False(t, f.slot("l").GateOpen)
+	f.answered("l")
+	require.True(t, f.slot("l").GateOpen)
+	f.step(Unload{Slot: "l"}) // not loaded: nothing to do
+	f.requireUnloads("a", "l")
 }
 
 func TestAStoppingVictimStaysTheVictimThoughItsTargetFitsMeanwhile(t *testing.T) {

@@ -447,10 +447,15 @@ func (s *State) wait(now time.Time, t *slot) (progress bool) {
 	return true
 }
 
+// mayBeLoaded says of a lazy slot that was never used or unloaded since the start that nobody can know.
+func (s *State) mayBeLoaded(v *slot) bool {
+	return v.state == Idle && !v.unloaded && v.started == 0 && v.queue.count == 0 && v.cfg.CanUnload && v.cfg.lazy() && !v.cfg.CanTell
+}
+
 // unflushed is a lazy slot that is taken for IDLE, and may have been loaded before the broker came.
 func (s *State) unflushed(t *slot) *slot {
 	for _, v := range s.slots {
-		if v != t && v.state == Idle && !v.unloaded && v.started == 0 && v.cfg.CanUnload && v.cfg.lazy() && !v.cfg.CanTell && v.health == healthGood && overlap(t, v) && s.protects(t, v) == "" {
+		if v != t && s.mayBeLoaded(v) && !v.gate.closed && v.health == healthGood && overlap(t, v) && s.protects(t, v) == "" {
 			return v
 		}
 	}

@@ -296,6 +296,33 @@ func TestALazySlotThatWasNeverCalledIsUnloadedOnceBeforeARefusal(t *testing.T) {
 	require.Zero(t, f.s.Snapshot().Counts.Evictions)
 }
 
+func TestALazySlotThatWorksForSomebodyElseIsNotUnloadedBeforeItIsDone(t *testing.T) {
+	f := haunted(t, asksBusy)
+	f.works["comfyui"] = true
+	h := f.submit("mvoice")
+	f.advance(5 * time.Second)
+	f.requireUnloads()
+	f.works["comfyui"] = false
+	f.advance(busyPoll)
+	f.requireUnloads("comfyui")
+	f.answered("comfyui")
+	f.free(16084)
+	f.loaded("mvoice")
+	f.requireRunning(h)
+}
+
+func TestALazySlotThatIsWantedItselfIsNotUnloaded(t *testing.T) {
+	f := haunted(t, asksBusy)
+	f.works["comfyui"] = true
+	h := f.submit("mvoice")
+	f.advance(time.Second)
+	own := f.submit("comfyui")
+	require.True(t, f.slot("comfyui").GateOpen)
+	f.requireUnloads()
+	f.cancel(own)
+	f.cancel(h)
+}
+
 func TestALazySlotIsUnloadedOnceOnly(t *testing.T) {
 	f := haunted(t)
 	h := f.submit("mvoice")

@@ -24,7 +24,7 @@ func init() { caddy.RegisterModule(Auto{}) }
 
 // Auto takes the first way of reading the GPUs that works: `nvml`, then
 // `nvidia_smi`. Status and log say which it is, and why the others are not. If none
-// works, the configuration is refused.
+// works, the log says why, requests get 503 gpu_lost, and it is tried again every 10 seconds.
 type Auto struct {
 	attempts []attempt // for tests; nil: those of this machine
 }
