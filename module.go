@@ -147,7 +147,7 @@ func lookUpPreset(name string) (json.RawMessage, []string, bool) {
 func hash(parts ...[]byte) string {
 	h := sha256.New()
 	for _, p := range parts {
-		fmt.Fprintf(h, "%d:", len(p))
+		_, _ = fmt.Fprintf(h, "%d:", len(p))
 		h.Write(p)
 	}
 	return hex.EncodeToString(h.Sum(nil))

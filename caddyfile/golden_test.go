@@ -68,7 +68,7 @@ func (otherCard) CaddyModule() caddy.ModuleInfo {
 	return caddy.ModuleInfo{ID: "gpu_broker.samplers.other_card", New: func() caddy.Module { return new(otherCard) }}
 }
 
-func (*otherCard) UnmarshalCaddyfile(d *caddyfile.Dispenser) error { return nil }
+func (*otherCard) UnmarshalCaddyfile(*caddyfile.Dispenser) error { return nil }
 
 // silentCard is a sampler that a Caddyfile can't configure.
 type silentCard struct{}

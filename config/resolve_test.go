@@ -225,11 +225,11 @@ func canonical(t *testing.T, v any) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var any any
-	if err := json.Unmarshal(raw, &any); err != nil {
+	var value any
+	if err := json.Unmarshal(raw, &value); err != nil {
 		t.Fatal(err)
 	}
-	raw, err = json.Marshal(any)
+	raw, err = json.Marshal(value)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -159,11 +159,12 @@ func (s *State) unloadDone(now time.Time, e UnloadDone) {
 		return
 	}
 	v.epoch++
-	if v.stop.flush {
+	switch {
+	case v.stop.flush:
 		s.flushed(now, v, e.Err)
-	} else if e.Err != "" {
+	case e.Err != "":
 		s.unloadFailed(now, v, e.Err)
-	} else {
+	default:
 		v.stop.called, v.stop.confirmed, v.stop.at, v.stop.lastRise = true, e.Confirmed, now, now
 	}
 	s.pump(now)

@@ -147,7 +147,7 @@ func (c *checker) after(e Event, effects []Effect, wake time.Time) {
 // jobs checks that every job ends exactly once, and that the totals say so.
 func (c *checker) jobs(e Event, effects []Effect) {
 	w := c.w
-	if submit, new := e.(Submit); new {
+	if submit, is := e.(Submit); is {
 		switch {
 		case len(effects) == 0 || effects[0].Kind > Refuse && effects[0].Kind != NotNow:
 			w.fail("the first effect of a Submit is not about its job: %s", tell(effects))

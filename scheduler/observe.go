@@ -291,7 +291,7 @@ func (s *State) follow(c *card) {
 }
 
 // rebase corrects what an unload is measured against: the look on which it was
-// decided may be older than the load of what goes.
+// decided may be older than the load, or the first job, of what goes.
 func (sl *slot) rebase(c *card) {
 	for i, h := range sl.on {
 		more := sl.stop.free[i] - c.Free
@@ -300,9 +300,7 @@ func (sl *slot) rebase(c *card) {
 		}
 		sl.stop.free[i] -= more
 		sl.stop.used[i] += more
-		if sl.stop.from == Loading { // what it had taken by then
-			sl.stop.seen[i] = min(h.booking, sl.stop.seen[i]+more)
-		}
+		sl.stop.seen[i] = min(h.booking, sl.stop.seen[i]+more)
 	}
 }
 

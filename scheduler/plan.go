@@ -348,8 +348,8 @@ func (s *State) permittedNow(now time.Time, t, v *slot) bool {
 	if v.started == 0 || !s.due(now, v.readyAt.Add(v.switchCost())) {
 		return false
 	}
-	batch, any := v.queue.oldest(int(^uint(0) >> 1))
-	return !any || batch.After(v.readyAt) || s.due(now, v.readyAt.Add(s.cfg.OvertakeMax))
+	batch, queued := v.queue.oldest(int(^uint(0) >> 1))
+	return !queued || batch.After(v.readyAt) || s.due(now, v.readyAt.Add(s.cfg.OvertakeMax))
 }
 
 // choose picks the slots that must go so that t fits, out of those that may:

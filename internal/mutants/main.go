@@ -66,7 +66,7 @@ func run() error {
 		if byHistories != "" {
 			caught++
 		}
-		fmt.Fprintf(out, "%s\t%s\t%s\n", m.name, orDash(byHistories), orDash(byTables))
+		_, _ = fmt.Fprintf(out, "%s\t%s\t%s\n", m.name, orDash(byHistories), orDash(byTables))
 	}
 	if err := out.Flush(); err != nil {
 		return err

@@ -60,11 +60,11 @@ func Write(w io.Writer, size Size, seed uint64) error {
 	header := encodeHeader(metadata(size), tensors)
 
 	out := bufio.NewWriterSize(w, 1<<16)
-	out.Write(header) // bufio keeps the first error for Flush
+	_, _ = out.Write(header) // bufio keeps the first error for Flush
 	random := rand.New(rand.NewPCG(seed, 0))
 	written := uint64(0)
 	for _, t := range tensors {
-		out.Write(make([]byte, t.offset-written))
+		_, _ = out.Write(make([]byte, t.offset-written))
 		written = t.offset + t.bytes()
 		if err := writeTensor(out, t, random); err != nil {
 			return fmt.Errorf("writing tensor %s: %w", t.name, err)

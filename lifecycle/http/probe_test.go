@@ -57,7 +57,7 @@ func TestHealthOutcomes(t *testing.T) {
 		"accepted by list":            {says(503, ""), `{"path":"/health","accept":[200,503]}`, lifecycle.Answered, ""},
 		"not in the list":             {says(204, ""), `{"path":"/health","accept":[200]}`, lifecycle.Wrong, "answered 204, wanted 200"},
 		"loading":                     {says(503, "Loading\n model"), `{"path":"/health"}`, lifecycle.Wrong, "health route GET /health answered 503, wanted 2xx: Loading model"},
-		"redirect is not followed":    {http.RedirectHandler("/elsewhere", 302).ServeHTTP, `{"path":"/health"}`, lifecycle.Wrong, "answered 302"},
+		"redirect is not followed":    {http.RedirectHandler("/elsewhere", http.StatusFound).ServeHTTP, `{"path":"/health"}`, lifecycle.Wrong, "answered 302"},
 		"connection dies":             {dies, `{"path":"/health"}`, lifecycle.Wrong, "the connection broke"},
 		"connection dies in the body": {cutOff, `{"path":"/health","loaded":"$.loaded"}`, lifecycle.Wrong, "the connection broke"},
 		"hangs":                       {hangs(nil), `{"path":"/health"}`, lifecycle.TimedOut, "did not answer within"},

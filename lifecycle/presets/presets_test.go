@@ -176,7 +176,7 @@ func TestComfyUIIsAsyncLazyAndFreedByFlag(t *testing.T) {
 	mux.HandleFunc("GET /prompt", func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = fmt.Fprintf(w, `{"exec_info":{"queue_remaining":%d}}`, queue.Load())
 	})
-	mux.HandleFunc("POST /free", func(w http.ResponseWriter, r *http.Request) {
+	mux.HandleFunc("POST /free", func(_ http.ResponseWriter, r *http.Request) {
 		body, _ := io.ReadAll(r.Body)
 		freed.Store(r.Header.Get("Content-Type") + " " + string(body))
 	})

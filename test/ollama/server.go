@@ -143,7 +143,7 @@ func (s *Server) start(environment []string) error {
 	if err != nil {
 		return err
 	}
-	defer log.Close()
+	defer func() { _ = log.Close() }()
 	s.command = exec.Command(s.binary, "serve")
 	s.command.Dir = s.folder
 	// Port 0: ollama takes a free one and writes it to its log.
@@ -260,7 +260,7 @@ func (s *Server) logEnd(length int64) []byte {
 	if err != nil {
 		return []byte(err.Error())
 	}
-	defer file.Close()
+	defer func() { _ = file.Close() }()
 	if info, err := file.Stat(); err == nil && info.Size() > length {
 		if _, err := file.Seek(-length, io.SeekEnd); err != nil {
 			return []byte(err.Error())
