@@ -28,6 +28,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 BODY_LIMIT = 1 << 20
 WORK_SIZE = 2048  # edge of the matrices that /work multiplies
+PRETENDED_STEP = 0.03  # seconds that a pretended load or half an unload takes
 
 
 class OutOfMemory(Exception):
@@ -105,13 +106,16 @@ class Pretended:
                 "CUDA out of memory (simulated): tried to allocate %d MiB of %d MiB, others hold %d MiB"
                 % (want // MIB, self.total // MIB, self._others() // MIB)
             )
+        time.sleep(PRETENDED_STEP)
         self.weights = bytearray(b"\x01") * max(1, size // 1024)
         self._hold(want)
 
     def unload(self):
+        time.sleep(PRETENDED_STEP)
         self.weights = None
         if self.held:
             self._hold(self.context)
+        time.sleep(PRETENDED_STEP)
 
     def work(self):
         deadline = time.monotonic() + 0.003

@@ -63,18 +63,24 @@ func main() {
 	flag.DurationVar(&o.oneSwap, "swap", 60*time.Second, "bound on one swap")
 	flag.Parse()
 
+	os.Exit(status(o))
+}
+
+// status carries out the check and gives the program's exit status.
+func status(o options) int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	ctx, cancel := context.WithTimeout(ctx, o.limit)
 	defer cancel()
 	passed, err := run(ctx, o)
-	switch {
-	case err != nil:
+	if err != nil {
 		fmt.Fprintln(os.Stderr, "runner:", err)
-		os.Exit(2)
-	case !passed:
-		os.Exit(1)
+		return 2
 	}
+	if !passed {
+		return 1
+	}
+	return 0
 }
 
 func parse(into *gpu.Bytes) func(string) error {

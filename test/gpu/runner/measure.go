@@ -234,7 +234,7 @@ func (m *measurer) residues(ctx context.Context, last string) error {
 	if err := m.site.unloadByHand(ctx, last); err != nil {
 		return fmt.Errorf("unloading %s by hand: %w", last, err)
 	}
-	d, _, err := device(ctx, m.sampler, gpu.Full)
+	d, err := m.settled(ctx)
 	if err != nil {
 		return err
 	}
@@ -246,6 +246,33 @@ func (m *measurer) residues(ctx context.Context, last string) error {
 		}
 	}
 	return nil
+}
+
+// settled is the GPU as soon as its free memory has not risen for a while:
+// drivers may show freed memory late.
+func (m *measurer) settled(ctx context.Context) (gpu.Device, error) {
+	const quiet = 500 * time.Millisecond
+	ticker := time.NewTicker(50 * time.Millisecond)
+	defer ticker.Stop()
+	var most gpu.Bytes
+	rose := time.Now()
+	for {
+		d, at, err := device(ctx, m.sampler, gpu.Memory)
+		switch {
+		case err != nil:
+			return d, err
+		case d.Free > most:
+			most, rose = d.Free, at
+		case at.Sub(rose) >= quiet:
+			d, _, err = device(ctx, m.sampler, gpu.Full)
+			return d, err
+		}
+		select {
+		case <-ctx.Done():
+			return d, ctx.Err()
+		case <-ticker.C:
+		}
+	}
 }
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }

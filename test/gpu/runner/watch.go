@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -49,8 +50,7 @@ func watch(ctx context.Context, s gpu.Sampler, every time.Duration, do func(cont
 		d, at, err := device(ctx, s, gpu.Memory)
 		if err != nil {
 			cancel()
-			<-done
-			return points, err
+			return points, errors.Join(err, <-done)
 		}
 		if len(points) < pointLimit {
 			points = append(points, point{at, d.Free})
