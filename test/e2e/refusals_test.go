@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
 	"io"
 	"net"
@@ -352,41 +351,6 @@ func TestErrorRoutesOfTheSiteWinOverTheErrorDocument(t *testing.T) {
 	a := s.post("/a/synthesize", "x")
 	require.Equal(t, 422, a.status)
 	require.Equal(t, "sorry: never_fits", string(a.body))
-}
-
-func TestFC25_QueueCapCountsAllWaitersAndThoseWhoLeaveMakeRoomAtOnce(t *testing.T) {
-	t.Parallel()
-	s := start(t, layout{Global: "max_queue 4", Consumers: []consumer{plainModel("warm", 9), plainModel("cold", 9)}})
-	s.serve("warm")
-	runs := s.go_("POST", "/warm/synthesize?ms=1500", "x")
-	s.until("warm works", func() bool { return s.servers["warm"].Stats().Working == 1 })
-	ctx, leave := context.WithCancel(context.Background())
-	defer leave()
-	var stay []<-chan answer
-	stay = append(stay, s.go_("POST", "/warm/synthesize", "1"), s.go_("POST", "/cold/synthesize", "2"))
-	gone := []<-chan answer{s.goCtx(ctx, "POST", "/warm/synthesize", "3"), s.goCtx(ctx, "POST", "/cold/synthesize", "4")}
-	s.until("four wait", func() bool { return s.status().Scheduler.QueueDepth == 4 })
-	for _, name := range []string{"warm", "cold"} {
-		a := s.post("/"+name+"/synthesize", "5")
-		require.Equal(t, 503, a.status)
-		doc := s.refusal(a)
-		require.Equal(t, "queue_full", doc.Code)
-		require.Equal(t, name, doc.Consumer)
-	}
-	leave()
-	for _, ch := range gone {
-		require.ErrorIs(t, s.await(ch).err, context.Canceled)
-	}
-	s.until("two wait", func() bool { return s.status().Scheduler.QueueDepth == 2 })
-	stay = append(stay, s.go_("POST", "/warm/synthesize", "6"), s.go_("POST", "/cold/synthesize", "7"))
-	s.until("four wait", func() bool { return s.status().Scheduler.QueueDepth == 4 })
-	require.Equal(t, "queue_full", s.refusal(s.post("/cold/synthesize", "8")).Code)
-	s.ok(runs)
-	for _, ch := range stay {
-		s.ok(ch)
-	}
-	require.EqualValues(t, 2, s.status().Scheduler.Cancelled)
-	require.EqualValues(t, 3, s.status().Scheduler.Refused)
 }
 
 func TestConsumerThatIsSwitchedOffIsShownAndRefused(t *testing.T) {

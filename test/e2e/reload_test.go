@@ -24,6 +24,7 @@ func (s *site) reloaded(edit func(caddyfile string) string) {
 	require.NotEqual(s.t, string(old), changed, "the edit changed nothing")
 	a := s.adminDo("POST", "/load", "text/caddyfile", changed)
 	require.Equal(s.t, 200, a.status, "%s", a.body)
+	s.client.CloseIdleConnections() // they were to the server that goes
 	s.write(changed)
 }
 

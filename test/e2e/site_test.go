@@ -17,6 +17,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -429,11 +430,21 @@ func (s *site) outsider(name string, amount gpu.Bytes) {
 	require.NoError(s.t, h.Set(0, amount))
 }
 
+// ports are handed out once, and from below those that the system gives to
+// sockets by itself: Caddy shares a port with whoever else has it, and a test would speak to another's site.
+var ports atomic.Int64
+
 func freeAddr(t testing.TB) string {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer l.Close()
-	return l.Addr().String()
+	const first, count = 10_000, 20_000
+	for range count {
+		addr := fmt.Sprintf("127.0.0.1:%d", first+(int64(os.Getpid())*37+ports.Add(1))%count)
+		if l, err := net.Listen("tcp", addr); err == nil {
+			require.NoError(t, l.Close())
+			return addr
+		}
+	}
+	t.Fatal("no free port")
+	return ""
 }
 
 // gib makes amounts of memory readable.

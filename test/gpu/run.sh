@@ -139,7 +139,7 @@ nvml)
 	;;
 esac
 if [[ $rehearsal != simulated ]]; then
-	line=$(nvidia-smi --id=0 --query-gpu=memory.total,driver_version,name --format=csv,noheader,nounits) || fail "nvidia-smi fails: $line"
+	line=$(timeout 30 nvidia-smi --id=0 --query-gpu=memory.total,driver_version,name --format=csv,noheader,nounits) || fail "nvidia-smi fails or does not answer: $line"
 	IFS=, read -r total driver name <<<"$line"
 	total=${total// /}
 	[[ $total =~ ^[0-9]+$ ]] || fail "nvidia-smi does not tell the memory of GPU 0: $line"
