@@ -1,5 +1,8 @@
 # What each target is for: `make help`. Programs go to bin/, results of tests to .cache/.
 
+SHELL       := bash
+.SHELLFLAGS := -o pipefail -c
+
 GO     ?= go
 MODULE := github.com/gpu-broker/caddy-gpu-broker
 TAGS_XCADDY := nobadger,nomysql,nopgx
@@ -10,10 +13,7 @@ export CGO_CFLAGS := -O2 -g -Wno-deprecated-declarations
 export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy
 
 RESULTS := .cache/tests
-TEST     = bin/gotestsum --format pkgname --hide-summary skipped --jsonfile $(RESULTS)/$@.json --
-# Bounds on time run by themselves, one after the other.
-ALONE   := -count=1 -p 1 -parallel 1 -v
-BOUNDS  := ^TestAlone_(Throughput|Swap)
+TEST     = mkdir -p $(RESULTS) && bin/gotestsum --format pkgname --hide-summary skipped --jsonfile $(RESULTS)/$@.json --
 
 UNIT = $$($(GO) list ./... | grep -v /test/)
 
@@ -31,7 +31,7 @@ build: ## Caddy with the module, the pretending servers and the demo, into bin/
 
 .PHONY: test
 test: ## everything, installing what the tests need
-	@scripts/test.sh tools vet lint examples unit cgo0 xcaddy e2e alone bench race real mutants
+	@scripts/test.sh tools vet lint examples unit cgo0 xcaddy e2e bench race real mutants
 
 .PHONY: test-fast
 test-fast: vet ## vet and the unit tests, without end to end
@@ -58,20 +58,19 @@ unit: bin/gotestsum ## tests of the packages
 e2e: build bin/gotestsum ## end to end through a real Caddy, and the demo's own lines
 	$(TEST) -count=1 -skip '^TestAlone' ./test/e2e/... ./test/demo/...
 
-.PHONY: alone
-alone: build bin/gotestsum ## the end-to-end tests with bounds on time
-	$(TEST) $(ALONE) -run '^TestAlone' -skip '$(BOUNDS)' ./test/e2e/...
-
+# Bounds on time run by themselves, one after the other; what they measured is shown.
 .PHONY: bench
-bench: build bin/gotestsum ## the bounds on speed, with the figures, and all benchmarks
-	bin/gotestsum --format standard-verbose --jsonfile $(RESULTS)/$@.json -- $(ALONE) -run '^TestAlone' $(UNIT)
-	bin/gotestsum --format standard-verbose --jsonfile $(RESULTS)/$@-e2e.json -- $(ALONE) -run '$(BOUNDS)' ./test/e2e/...
+bench: build bin/gotestsum ## every bound on time, with the figures, and all benchmarks
+	$(TEST) -count=1 -p 1 -parallel 1 -run '^TestAlone' . ./broker/... ./test/e2e/...
+	@grep -hoE '"Output":" +[a-z]+_test.go:[^"]*' $(RESULTS)/$@.json | cut -d'"' -f4 | sed 's/\\n$$//; s/\\t/ /g'
 	$(GO) test -run '^$$' -bench . -benchmem -benchtime 0.3s $(UNIT) | grep -E '^(Benchmark|FAIL|panic)'
 
 .PHONY: race
+race: export GPU_BROKER_RACE := 1
+race: export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy-race
 race: bin/gotestsum ## tests under the race detector, end to end too
 	$(GO) build -race -o bin/caddy-race ./cmd/caddy
-	GPU_BROKER_RACE=1 GPU_BROKER_CADDY=$(CURDIR)/bin/caddy-race $(TEST) -race -short -skip '^TestAlone' $(UNIT) ./test/e2e/...
+	$(TEST) -race -short -skip '^TestAlone' $(UNIT) ./test/e2e/...
 
 # With xcaddy's flags, so that its build finds most of the work done.
 .PHONY: cgo0
@@ -95,7 +94,7 @@ mutants: ## planted faults must each make a test fail
 	$(GO) run ./internal/mutants
 
 .PHONY: tools
-tools: bin/gotestsum ## sees to the programs and packages that the tests need
+tools: ## sees to the programs and packages that the tests need
 	scripts/tools.sh
 
 # The tools have a module of their own, so that the product's go.mod stays the product's.

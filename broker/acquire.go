@@ -49,40 +49,44 @@ func (b *Broker) Acquire(ctx context.Context, r Request) (Lease, error) {
 	if err := b.waitStarted(ctx); err != nil {
 		return Lease{}, err
 	}
+	lease, w, err := b.submit(r)
+	if err != nil || w == nil {
+		return lease, err
+	}
+	return b.await(ctx, lease, w)
+}
+
+// submit takes a request in: it has its lease at once, is refused, or waits (then w is not nil).
+func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 	now := time.Now()
 	if r.Submitted.IsZero() {
 		r.Submitted = now
 	}
 	b.mu.Lock()
+	defer b.mu.Unlock()
 	c := b.consumers[r.Consumer]
 	if c == nil || b.closed {
-		closed := b.closed
-		b.mu.Unlock()
-		return Lease{}, b.refusedAtOnce(now, r.Consumer, noConsumer(r.Consumer, closed))
+		return Lease{}, nil, b.refusedAtOnce(now, r.Consumer, noConsumer(r.Consumer, b.closed))
 	}
 	if r.Budget == 0 {
 		r.Budget = c.budget
 	}
 	effects, wake := b.state.Step(now, scheduler.Submit{Slot: r.Consumer, Priority: r.Priority, Submitted: r.Submitted, Deadline: r.Submitted.Add(r.Budget)})
 	c.requests++
-	lease := Lease{b: b, began: now, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async}
-	lease.job = effects[0].Job
+	lease := Lease{b: b, job: effects[0].Job, began: now, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async}
 	switch effects[0].Kind {
 	case scheduler.Admit: // the warm path
 		b.act(now, effects, wake)
-		b.mu.Unlock()
-		return lease, nil
+		return lease, nil, nil
 	case scheduler.Refuse:
 		refusal := effects[0].Refusal
 		b.act(now, effects, wake)
-		b.mu.Unlock()
-		return Lease{}, b.refusedAtOnce(now, r.Consumer, refusal)
+		return Lease{}, nil, b.refusedAtOnce(now, r.Consumer, refusal)
 	}
-	w := &waiter{ready: make(chan struct{}), consumer: c, since: r.Submitted}
+	w = &waiter{ready: make(chan struct{}), consumer: c, since: r.Submitted}
 	b.waiters[lease.job] = w
 	b.act(now, effects, wake)
-	b.mu.Unlock()
-	return b.await(ctx, lease, w)
+	return lease, w, nil
 }
 
 // TryAcquire returns a lease if the job can run at once. It never waits and never refuses.
@@ -123,6 +127,7 @@ func (b *Broker) await(ctx context.Context, lease Lease, w *waiter) (Lease, erro
 	}
 	lease.began = time.Now()
 	lease.Queued, lease.Loading = w.queued, w.loading
+	lease.Upstream, lease.Async = w.upstream, w.async
 	return lease, nil
 }
 
@@ -167,12 +172,10 @@ func noConsumer(name string, closed bool) *scheduler.Refusal {
 	return &scheduler.Refusal{Code: scheduler.UnknownConsumer, Message: fmt.Sprintf("there is no consumer %q", name)}
 }
 
-// refusedAtOnce makes the error of a request that never queued, for which the scheduler keeps no record.
+// refusedAtOnce makes the error of a request that never queued, for which the scheduler keeps no record. It holds mu.
 func (b *Broker) refusedAtOnce(now time.Time, consumer string, r *scheduler.Refusal) error {
-	b.mu.Lock()
 	if !b.closed {
 		b.record(scheduler.Decision{At: now, Kind: "refuse", Slot: consumer, GPU: -1, Code: r.Code, Reason: r.Message})
 	}
-	b.mu.Unlock()
 	return &Refused{Refusal: *r, Consumer: consumer}
 }

@@ -47,8 +47,10 @@ type waiter struct {
 	consumer *consumer
 	since    time.Time
 	refusal  *scheduler.Refusal // valid once ready is closed; nil: admitted
-	queued   time.Duration      // valid once ready is closed
+	queued   time.Duration      // valid once ready is closed, as is what follows
 	loading  time.Duration
+	upstream string // of the consumer as it was admitted: a reload may have moved it meanwhile
+	async    bool
 }
 
 // New makes a broker without a configuration. Close ends it.
@@ -168,6 +170,7 @@ func (b *Broker) grant(now time.Time, id scheduler.JobID, r *scheduler.Refusal) 
 	w.refusal = r
 	w.loading = w.consumer.loadedSince(w.since)
 	w.queued = max(0, now.Sub(w.since)-w.loading)
+	w.upstream, w.async = w.consumer.upstream, w.consumer.async
 	close(w.ready)
 }
 

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
@@ -239,6 +240,102 @@ func TestUnloadByHandLetsRunningWorkFinish(t *testing.T) {
 		require.NoError(t, <-done)
 		require.Equal(t, 1, w.servers["a"].count(&w.servers["a"].unloads))
 		require.EqualValues(t, 2, w.Status().Scheduler.ManualUnloads)
+	})
+}
+
+func TestUnloadByHandOfWhatIsBeingLoadedUnloadsItThen(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB))
+		defer w.Close()
+		loading := make(chan error)
+		go func() { loading <- w.LoadByHand(context.Background(), "a") }()
+		synctest.Wait()
+		require.NoError(t, w.UnloadByHand(context.Background(), "a", false))
+		require.NoError(t, <-loading)
+		require.Equal(t, 1, w.servers["a"].count(&w.servers["a"].unloads))
+	})
+}
+
+// A lazy server that somebody waits for is loaded again in the step in which its unload ends.
+func TestUnloadByHandIsDoneThoughTheServerIsLoadedAgainAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil)
+		defer w.Close()
+		w.servers["a"] = newServer(w.gpu, 4*gpu.GiB)
+		w.servers["a"].traits = lifecycle.Traits{Unload: true, Health: true}
+		require.NoError(t, w.Push(w.generation(t, nil, server("a", 4*gpu.GiB))))
+		l, err := w.Acquire(context.Background(), Request{Consumer: "a"})
+		require.NoError(t, err)
+		done, admitted := make(chan error), make(chan Lease)
+		go func() { done <- w.UnloadByHand(context.Background(), "a", false) }()
+		synctest.Wait()
+		go func() {
+			l, err := w.Acquire(context.Background(), Request{Consumer: "a"})
+			assert.NoError(t, err)
+			admitted <- l
+		}()
+		synctest.Wait()
+		l.Release(scheduler.Served)
+		again := <-admitted
+		select {
+		case err := <-done:
+			require.NoError(t, err)
+		case <-time.After(time.Second): // of the bubble's clock
+			t.Fatal("the unload is over, and nobody was told")
+		}
+		again.Release(scheduler.Served)
+		require.Equal(t, 1, w.servers["a"].count(&w.servers["a"].unloads))
+	})
+}
+
+func TestAJobThatWaitedThroughAReloadGoesToTheServersNewAddress(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB))
+		defer w.Close()
+		running, err := w.Acquire(context.Background(), Request{Consumer: "a"})
+		require.NoError(t, err)
+		admitted := make(chan Lease)
+		go func() {
+			l, err := w.Acquire(context.Background(), Request{Consumer: "a"})
+			assert.NoError(t, err)
+			admitted <- l
+		}()
+		synctest.Wait()
+		moved := server("a", 4*gpu.GiB)
+		moved.Upstream = "127.0.0.1:2"
+		require.NoError(t, w.Push(w.generation(t, nil, moved)))
+		running.Release(scheduler.Served)
+		l := <-admitted
+		require.Equal(t, "127.0.0.1:2", l.Upstream)
+		l.Release(scheduler.Served)
+	})
+}
+
+func TestAGenerationThatComesTooLateOpensNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB))
+		late := w.generation(t, nil, server("a", 4*gpu.GiB), server("b", 4*gpu.GiB))
+		w.Close()
+		require.Error(t, w.Push(late))
+		require.Zero(t, w.servers["b"].count(&w.servers["b"].opened), "nobody would close it")
+	})
+}
+
+// faulty is an observer with a bug.
+type faulty struct{}
+
+func (faulty) Count(scheduler.Decision)   { panic("a bug") }
+func (faulty) Decided(scheduler.Decision) {}
+
+func TestAPanicInARequestLeavesTheBrokerUsable(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB))
+		defer w.Close()
+		synctest.Wait()
+		w.current.Load().Observer = faulty{}
+		require.Panics(t, func() { _, _ = w.Acquire(context.Background(), Request{Consumer: "nobody"}) })
+		require.True(t, w.mu.TryLock(), "the mutex is held for ever")
+		w.mu.Unlock()
 	})
 }
 

@@ -1,6 +1,7 @@
 package broker
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -58,14 +59,14 @@ func (c *consumer) loadedSince(since time.Time) time.Duration {
 // Push makes a generation the ruling one. The first starts the broker. An
 // error leaves everything as it was.
 func (b *Broker) Push(g *Generation) error {
-	opened, err := b.open(g)
-	if err != nil {
-		return err
-	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.closed {
-		return fmt.Errorf("the broker is stopping")
+		return errors.New("the broker is stopping")
+	}
+	opened, err := b.open(g) // in the same step: no consumer may go in between whose driver was taken for open
+	if err != nil {
+		return err
 	}
 	b.gens = append(b.gens, g)
 	b.rule(g, opened)
@@ -94,7 +95,7 @@ func (b *Broker) Pop(g *Generation) {
 		return
 	}
 	back := b.gens[len(b.gens)-1]
-	opened, err := b.openLocked(back)
+	opened, err := b.open(back)
 	if err != nil { // its drivers were opened before
 		b.logger().Error("going back to the earlier configuration", zap.Error(err))
 		return
@@ -102,14 +103,9 @@ func (b *Broker) Pop(g *Generation) {
 	b.rule(back, opened)
 }
 
-// open opens the drivers of the consumers that are new or changed.
+// open opens the drivers of the consumers that are new or changed. It holds mu:
+// opening starts nothing and connects to nothing.
 func (b *Broker) open(g *Generation) (map[string]lifecycle.Driver, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.openLocked(g)
-}
-
-func (b *Broker) openLocked(g *Generation) (map[string]lifecycle.Driver, error) {
 	opened := map[string]lifecycle.Driver{}
 	for _, cc := range g.Config.Consumers {
 		if c := b.consumers[cc.Name]; c != nil && c.key == g.Keys[cc.Name] {

@@ -68,16 +68,18 @@ func (b *Broker) UnloadByHand(ctx context.Context, name string, force bool) erro
 	for {
 		b.mu.Lock()
 		changed, closed := b.changed, b.closed
-		failure := b.records.failure(name, since)
+		unloaded, failure := b.records.unload(name, since)
 		b.mu.Unlock()
 		v, ok := b.slot(name)
 		switch {
-		case !ok || v.State == scheduler.Idle && v.GateOpen:
+		case !ok || unloaded || v.State == scheduler.Idle && v.GateOpen:
 			return nil
 		case failure != "":
 			return fmt.Errorf("%q was not unloaded: %s", name, failure)
 		case closed:
 			return errors.New("the broker is stopping")
+		case v.State == scheduler.Ready && v.GateOpen: // it was being loaded when this was asked for
+			b.step(scheduler.Unload{Slot: name})
 		}
 		select {
 		case <-changed:
@@ -87,15 +89,21 @@ func (b *Broker) UnloadByHand(ctx context.Context, name string, force bool) erro
 	}
 }
 
-// failure is what went wrong with an unload of a consumer since then.
-func (r *ring) failure(name string, since time.Time) string {
+// unload is what became of an unload of a consumer since then: it may be loaded
+// again by the time that anybody looks. Neither: it is under way.
+func (r *ring) unload(name string, since time.Time) (done bool, failure string) {
 	list := r.list()
 	for i := len(list) - 1; i >= 0 && !list[i].At.Before(since); i-- {
-		if d := list[i]; d.Slot == name && (d.Kind == "unload_failed" || d.Kind == "reopen") {
-			return d.Reason
+		if d := list[i]; d.Slot == name {
+			switch d.Kind {
+			case "unloaded", "evicted", "gone":
+				return true, ""
+			case "unload_failed", "reopen":
+				return false, d.Reason
+			}
 		}
 	}
-	return ""
+	return false, ""
 }
 
 func (b *Broker) slot(name string) (scheduler.SlotView, bool) {

@@ -121,7 +121,7 @@ func TestAdminUnloadLetsRunningWorkFinish(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Consumers: []consumer{plainModel("a", 9)}})
 	s.serve("a")
-	runs := s.go_("POST", "/a/synthesize?ms=800", "x")
+	runs := s.send("POST", "/a/synthesize?ms=800", "x")
 	s.until("a works", func() bool { return s.servers["a"].Stats().Working == 1 })
 	a := s.adminDo("POST", "/gpu_broker/consumers/a/unload", "", "")
 	require.Equal(t, 200, a.status, "%s", a.body)
@@ -156,7 +156,7 @@ func TestAdminThatDoesNotWaitIsToldSoAndTheWorkGoesOn(t *testing.T) {
 	}
 	// Also one that has to wait for its turn first.
 	s.serve("b")
-	runs := s.go_("POST", "/b/synthesize?ms=500", "x")
+	runs := s.send("POST", "/b/synthesize?ms=500", "x")
 	s.until("b works", func() bool { return s.servers["b"].Stats().Working == 1 })
 	require.Equal(t, 202, s.adminDo("POST", "/gpu_broker/consumers/a/load?wait=1ms", "", "").status)
 	s.ok(runs)

@@ -79,7 +79,7 @@ func (s *site) hold(name string) (release func() answer) {
 	let := func() { srv.SetFaults(func(f *modelserver.Faults) { f.HangPaths = nil }) }
 	s.t.Cleanup(let) // else a test that fails meanwhile would wait for it
 	before := srv.Stats().Requests["/hold"]
-	job := s.go_("POST", "/"+name+"/hold", "hold")
+	job := s.send("POST", "/"+name+"/hold", "hold")
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	require.NoError(s.t, srv.WaitFor(ctx, func(now modelserver.Stats) bool { return now.Requests["/hold"] > before }))
@@ -474,7 +474,7 @@ func TestBodiesAboveMaxBufferedInAllAreRefusedWith503(t *testing.T) {
 	s := start(t, layout{Global: "max_buffered 1MiB", Consumers: []consumer{mvoice(), whisper()}})
 	release := s.hold("whisper")
 	large := string(every(700 << 10))
-	first := s.go_("POST", "/mvoice/synthesize", large)
+	first := s.send("POST", "/mvoice/synthesize", large)
 	s.waitQueued("mvoice", 1)
 	a := s.post("/mvoice/synthesize", large)
 	require.Equal(t, 503, a.status)

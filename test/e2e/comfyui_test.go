@@ -57,7 +57,7 @@ func TestNobodyElseGetsTheGPUUntilAllPromptsAreDoneAlsoThosePastTheBroker(t *tes
 	queuePrompt(t, s.url+"/comfyui/prompt", longPrompt("300"))
 	queuePrompt(t, s.url+"/comfyui/api/prompt", longPrompt("300"))
 	queuePrompt(t, comfy.URL()+"/prompt", longPrompt("300"))
-	speech := s.go_("POST", "/mvoice/synthesize", "hello")
+	speech := s.send("POST", "/mvoice/synthesize", "hello")
 	s.waitQueued("mvoice", 1)
 	require.Positive(t, comfy.Stats().Queue, "the prompts must still run when speech is asked for")
 
@@ -173,7 +173,7 @@ func TestUploadsAndInterruptsNeedNoGPU(t *testing.T) {
 	s := start(t, layout{Consumers: []consumer{mvoice(), comfyui()}})
 	queuePrompt(t, s.url+"/comfyui/prompt", longPrompt("60000"))
 	require.NoError(t, s.servers["comfyui"].WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Working == 1 }))
-	speech := s.go_("POST", "/mvoice/synthesize", "hello")
+	speech := s.send("POST", "/mvoice/synthesize", "hello")
 	s.waitQueued("mvoice", 1)
 	require.Equal(t, 200, s.post("/comfyui/upload/image", "an image").status)
 	require.Equal(t, 200, s.post("/comfyui/interrupt", "").status) // it is what frees the GPU: it must not wait for it
@@ -191,7 +191,7 @@ func TestAlone_TheUIAnswersWithin50msWhilePromptsRunAndOthersWait(t *testing.T) 
 	queuePrompt(t, s.url+"/comfyui/prompt", longPrompt("500"))
 	queuePrompt(t, s.url+"/comfyui/prompt", longPrompt("500"))
 	queuePrompt(t, comfy.URL()+"/prompt", longPrompt("500"))
-	speech := s.go_("POST", "/mvoice/synthesize", "hello")
+	speech := s.send("POST", "/mvoice/synthesize", "hello")
 	s.waitQueued("mvoice", 1)
 
 	rounds := 0
@@ -220,7 +220,7 @@ func TestAlone_WebsocketHearsOfTheQueueWithin50ms(t *testing.T) {
 	s := start(t, layout{Consumers: []consumer{mvoice(), comfyui()}})
 	comfy := s.servers["comfyui"]
 	queuePrompt(t, s.url+"/comfyui/prompt", longPrompt("60000"))
-	speech := s.go_("POST", "/mvoice/synthesize", "hello")
+	speech := s.send("POST", "/mvoice/synthesize", "hello")
 	s.waitQueued("mvoice", 1)
 	conn := s.socket("/comfyui/ws?clientId=ui")
 	defer func() { _ = conn.CloseNow() }()

@@ -19,22 +19,22 @@ func TestFC01_WarmRequestsCannotUndoAnEvictionThatIsUnderWay(t *testing.T) {
 	m1.UnloadTime = 200 * time.Millisecond
 	s := start(t, layout{Global: "overtake 0\novertake_min 50ms", Consumers: []consumer{m1, plainModel("m2", 9)}})
 	s.serve("m1")
-	runs := s.go_("POST", "/m1/synthesize?ms=1500", "x")
+	runs := s.send("POST", "/m1/synthesize?ms=1500", "x")
 	s.until("m1 works", func() bool { return s.servers["m1"].Stats().Working == 1 })
-	wants := s.go_("POST", "/m2/synthesize", "x")
+	wants := s.send("POST", "/m2/synthesize", "x")
 	s.until("m1 drains for m2", func() bool {
 		slot := s.status().Consumers["m1"].Slots[0]
 		return slot.Gate == "closed" && slot.DrainsFor == "m2"
 	})
 	var more []<-chan answer
 	for range 3 {
-		more = append(more, s.go_("POST", "/m1/synthesize", "x"))
+		more = append(more, s.send("POST", "/m1/synthesize", "x"))
 	}
 	s.waitQueued("m1", 3)
 	s.ok(runs)
 	s.waitState("m1", "STOPPING")
 	for range 3 { // and none while it is being unloaded
-		more = append(more, s.go_("POST", "/m1/synthesize", "x"))
+		more = append(more, s.send("POST", "/m1/synthesize", "x"))
 	}
 	second := s.ok(wants)
 	for _, ch := range more {
@@ -71,7 +71,7 @@ func TestFC02_BusyModelMakesWayWithinTheBound(t *testing.T) {
 	}
 	s.until("m1 is under load", func() bool { return served.Load() > 20 })
 	before := served.Load()
-	wants := s.go_("POST", "/m2/synthesize", "x")
+	wants := s.send("POST", "/m2/synthesize", "x")
 	a := s.await(wants)
 	overtook := served.Load() - before
 	close(stop)
@@ -95,7 +95,7 @@ func TestFC04_LeavingWaiterDoesNotAbortTheLoadOfTheOthers(t *testing.T) {
 	s.waitState("m", "LOADING")
 	var rest []<-chan answer
 	for range 4 {
-		rest = append(rest, s.go_("POST", "/m/synthesize", "x"))
+		rest = append(rest, s.send("POST", "/m/synthesize", "x"))
 	}
 	s.waitQueued("m", 5)
 	leave()
@@ -132,9 +132,9 @@ func TestFC08_ModelThatIsStillLoadingIsNoVictim(t *testing.T) {
 	c := plainModel("a", 9)
 	c.LoadTime, c.LoadSteps = 900*time.Millisecond, 9
 	s := start(t, layout{Global: "overtake 0\novertake_min 0\nabandon_after 50ms", Consumers: []consumer{c, plainModel("b", 9)}})
-	first := s.go_("POST", "/a/synthesize", "x")
+	first := s.send("POST", "/a/synthesize", "x")
 	s.waitState("a", "LOADING")
-	second := s.go_("POST", "/b/synthesize", "x")
+	second := s.send("POST", "/b/synthesize", "x")
 	s.waitQueued("b", 1)
 	one, two := s.ok(first), s.ok(second)
 	require.True(t, two.at.After(one.at))
@@ -157,7 +157,7 @@ func TestLoadThatNobodyWaitsForAnyMoreMakesWay(t *testing.T) {
 	leave()
 	require.ErrorIs(t, s.await(first).err, context.Canceled)
 	s.servers["a"].SetFaults(func(f *modelserver.Faults) { f.FailPaths = map[string]int{"/api/admin/unload": 200} })
-	wants := s.go_("POST", "/b/synthesize", "x")
+	wants := s.send("POST", "/b/synthesize", "x")
 	s.waitState("a", "STOPPING")
 	s.servers["a"].Kill() // the pretending server can't break off a load by itself
 	s.ok(wants)
@@ -204,7 +204,7 @@ func TestFC10_TwoWaitersForTheSameVictimBothFinish(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Consumers: []consumer{plainModel("a", 9), plainModel("b", 9), plainModel("c", 9)}})
 	s.serve("a")
-	b, c := s.go_("POST", "/b/synthesize", "x"), s.go_("POST", "/c/synthesize", "x")
+	b, c := s.send("POST", "/b/synthesize", "x"), s.send("POST", "/c/synthesize", "x")
 	s.ok(b)
 	s.ok(c)
 	require.Equal(t, 1, s.servers["a"].Stats().UnloadCalls)
@@ -248,12 +248,12 @@ func TestFC25_QueueCapCountsAllWaitersAndThoseWhoLeaveMakeRoomAtOnce(t *testing.
 	t.Parallel()
 	s := start(t, layout{Global: "max_queue 4", Consumers: []consumer{plainModel("warm", 9), plainModel("cold", 9)}})
 	s.serve("warm")
-	runs := s.go_("POST", "/warm/synthesize?ms=1500", "x")
+	runs := s.send("POST", "/warm/synthesize?ms=1500", "x")
 	s.until("warm works", func() bool { return s.servers["warm"].Stats().Working == 1 })
 	ctx, leave := context.WithCancel(context.Background())
 	defer leave()
 	var stay []<-chan answer
-	stay = append(stay, s.go_("POST", "/warm/synthesize", "1"), s.go_("POST", "/cold/synthesize", "2"))
+	stay = append(stay, s.send("POST", "/warm/synthesize", "1"), s.send("POST", "/cold/synthesize", "2"))
 	gone := []<-chan answer{s.goCtx(ctx, "POST", "/warm/synthesize", "3"), s.goCtx(ctx, "POST", "/cold/synthesize", "4")}
 	s.until("four wait", func() bool { return s.status().Scheduler.QueueDepth == 4 })
 	for _, name := range []string{"warm", "cold"} {
@@ -268,7 +268,7 @@ func TestFC25_QueueCapCountsAllWaitersAndThoseWhoLeaveMakeRoomAtOnce(t *testing.
 		require.ErrorIs(t, s.await(ch).err, context.Canceled)
 	}
 	s.until("two wait", func() bool { return s.status().Scheduler.QueueDepth == 2 })
-	stay = append(stay, s.go_("POST", "/warm/synthesize", "6"), s.go_("POST", "/cold/synthesize", "7"))
+	stay = append(stay, s.send("POST", "/warm/synthesize", "6"), s.send("POST", "/cold/synthesize", "7"))
 	s.until("four wait", func() bool { return s.status().Scheduler.QueueDepth == 4 })
 	require.Equal(t, "queue_full", s.refusal(s.post("/cold/synthesize", "8")).Code)
 	s.ok(runs)

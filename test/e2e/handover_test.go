@@ -82,7 +82,7 @@ func TestFC06_TwoColdModelsCalledAtOnceBothFinishOneAfterTheOther(t *testing.T) 
 	a, b := plainModel("a", 9), plainModel("b", 9)
 	a.RunTime, b.RunTime = 200*time.Millisecond, 200*time.Millisecond
 	s := start(t, layout{Consumers: []consumer{a, b}})
-	x, y := s.go_("POST", "/a/synthesize", "x"), s.go_("POST", "/b/synthesize", "y")
+	x, y := s.send("POST", "/a/synthesize", "x"), s.send("POST", "/b/synthesize", "y")
 	s.ok(x)
 	s.ok(y)
 	require.Empty(t, modelserver.Overlap(s.servers["a"], s.servers["b"]))
@@ -112,7 +112,7 @@ func TestAlone_WarmConsumerIsNotSlowedByAnothersUnload(t *testing.T) {
 		return took[len(took)*99/100]
 	}
 	normal := p99(func(n int) bool { return n < 500 })
-	waits := s.go_("POST", "/b/synthesize", "x")
+	waits := s.send("POST", "/b/synthesize", "x")
 	s.waitState("a", "STOPPING")
 	served := 0
 	during := p99(func(n int) bool { served = n; return len(waits) == 0 })

@@ -109,11 +109,11 @@ func TestStatusAnswersWhileEverythingIsBusy(t *testing.T) {
 	b.LoadTime = 300 * time.Millisecond
 	s := start(t, layout{Consumers: []consumer{a, b}})
 	s.serve("a")
-	runs := s.go_("POST", "/a/synthesize?ms=400", "x")
+	runs := s.send("POST", "/a/synthesize?ms=400", "x")
 	s.until("a works", func() bool { return s.servers["a"].Stats().Working == 1 })
 	var waits []<-chan answer
 	for range 20 {
-		waits = append(waits, s.go_("POST", "/b/synthesize", "x"))
+		waits = append(waits, s.send("POST", "/b/synthesize", "x"))
 	}
 	s.waitQueued("b", 20)
 	seen := map[string]bool{}

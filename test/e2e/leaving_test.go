@@ -42,7 +42,7 @@ func TestAlone_ClientThatLeavesWhileQueuedFreesItsPlaceWithin100ms(t *testing.T)
 			left := make(chan answer, 1)
 			go func() { left <- s.do(ctx, c.method, "/mvoice/leaver", bytes.NewReader(every(c.size))) }()
 			s.waitQueued("mvoice", 1)
-			stays := s.go_("POST", "/mvoice/stays", "x")
+			stays := s.send("POST", "/mvoice/stays", "x")
 			s.waitQueued("mvoice", 2)
 
 			leave()
@@ -87,7 +87,7 @@ func (s *site) oneAtATime(name string) {
 	srv := s.servers[name]
 	var jobs []<-chan answer
 	for range 4 {
-		jobs = append(jobs, s.go_("POST", "/"+name+"/synthesize?ms=30", "next"))
+		jobs = append(jobs, s.send("POST", "/"+name+"/synthesize?ms=30", "next"))
 	}
 	for _, j := range jobs {
 		require.Equal(s.t, 200, s.await(j).status)
@@ -305,7 +305,7 @@ func TestErrorRoutesOfTheSiteWin(t *testing.T) {
 	s := start(t, layout{Global: "max_queue 1", Consumers: []consumer{mvoice(), whisper()},
 		Routes: "handle_errors {\nheader X-Own yes\nrespond \"own: {http.gpu_broker.reason} {http.gpu_broker.consumer} {err.status_code}\"\n}"})
 	release := s.hold("whisper")
-	queued := s.go_("POST", "/mvoice/synthesize", "x")
+	queued := s.send("POST", "/mvoice/synthesize", "x")
 	s.waitQueued("mvoice", 1)
 	a := s.post("/mvoice/synthesize", "x")
 	require.Equal(t, 503, a.status)
@@ -327,7 +327,7 @@ func TestWithoutErrorRoutesARefusalIsInOpenAIsForm(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Global: "max_queue 1", Consumers: []consumer{mvoice(), whisper()}})
 	release := s.hold("whisper")
-	queued := s.go_("POST", "/mvoice/synthesize", "x")
+	queued := s.send("POST", "/mvoice/synthesize", "x")
 	s.waitQueued("mvoice", 1)
 	req, err := http.NewRequest("POST", s.url+"/mvoice/synthesize", bytes.NewReader([]byte("x")))
 	require.NoError(t, err)

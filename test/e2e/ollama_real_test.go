@@ -64,7 +64,7 @@ func TestRealOllamaMakesWayAndComesBackAndIsNeverCut(t *testing.T) {
 		_, err := running.Wait()
 		t.Fatalf("the chat ended before its first token: %v", err)
 	}
-	other := s.go_("POST", "/mvoice/synthesize", "hello")
+	other := s.send("POST", "/mvoice/synthesize", "hello")
 	s.waitQueued("mvoice", 1)
 	whole, err := running.Wait()
 	require.NoError(t, err)

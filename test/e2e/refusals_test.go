@@ -178,7 +178,7 @@ func TestRefusedDialIsRetriedOnTheReloadedSlot(t *testing.T) {
 	srv.SetFaults(func(f *modelserver.Faults) { f.HangPaths = []string{"/health"} })
 	require.NoError(t, srv.Restart())
 	body := bytes.Repeat([]byte("every byte twice "), 20_000)
-	waits := s.go_("POST", "/mvoice/echo", string(body))
+	waits := s.send("POST", "/mvoice/echo", string(body))
 	s.waitQueued("mvoice", 1)
 	require.Equal(t, "IDLE", s.state("mvoice"))
 	r.open()
@@ -239,9 +239,9 @@ func TestWrongHealthAnswerIsUnhealthyForThoseWhoWaitToo(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Global: "probe_interval 50ms", Consumers: []consumer{plainModel("a", 9), plainModel("b", 9)}})
 	s.serve("a")
-	runs := s.go_("POST", "/a/synthesize?ms=1000", "x")
+	runs := s.send("POST", "/a/synthesize?ms=1000", "x")
 	s.until("a works", func() bool { return s.servers["a"].Stats().Working == 1 })
-	waits := s.go_("POST", "/b/synthesize", "x")
+	waits := s.send("POST", "/b/synthesize", "x")
 	s.waitQueued("b", 1)
 	s.servers["b"].SetFaults(func(f *modelserver.Faults) { f.HealthStatus = 500 })
 	doc := s.refusal(s.await(waits))
@@ -271,9 +271,9 @@ func TestBusySingleThreadedServerThatAnswersNoProbeIsNotUnhealthy(t *testing.T) 
 	c.Concurrency = 1 // single-threaded: while it works it answers nothing
 	s := start(t, layout{Global: "probe_interval 50ms\nprobe_timeout 100ms", Consumers: []consumer{c}})
 	s.serve("mvoice")
-	first := s.go_("POST", "/mvoice/synthesize?ms=1000", "one")
+	first := s.send("POST", "/mvoice/synthesize?ms=1000", "one")
 	s.until("it works", func() bool { return s.servers["mvoice"].Stats().Working == 1 })
-	second := s.go_("POST", "/mvoice/synthesize?ms=200", "two")
+	second := s.send("POST", "/mvoice/synthesize?ms=200", "two")
 	for len(first) == 0 { // ten probes in a row get no answer meanwhile
 		require.Equal(t, "healthy", s.status().Consumers["mvoice"].Health)
 		time.Sleep(10 * time.Millisecond)
@@ -298,7 +298,7 @@ func TestBudgetThatEndsIs504AndStartsNothing(t *testing.T) {
 	c.Route = "budget 300ms"
 	s := start(t, layout{Consumers: []consumer{c, plainModel("b", 9)}})
 	s.serve("b")
-	runs := s.go_("POST", "/b/synthesize?ms=1200", "x")
+	runs := s.send("POST", "/b/synthesize?ms=1200", "x")
 	s.until("b works", func() bool { return s.servers["b"].Stats().Working == 1 })
 	a := s.post("/a/synthesize", "hello")
 	require.Equal(t, 504, a.status)
@@ -372,9 +372,9 @@ func TestConsumerWithoutLockComputesBesideAnother(t *testing.T) {
 	s.serve("big")
 	s.serve("embed")
 	s.serve("other")
-	runs := s.go_("POST", "/big/synthesize?ms=700", "x")
+	runs := s.send("POST", "/big/synthesize?ms=700", "x")
 	s.until("big works", func() bool { return s.servers["big"].Stats().Working == 1 })
-	waits := s.go_("POST", "/other/synthesize", "x")
+	waits := s.send("POST", "/other/synthesize", "x")
 	s.waitQueued("other", 1)
 	s.serve("embed")
 	require.Equal(t, 1, s.servers["big"].Stats().Working, "embed was served beside it")
@@ -391,7 +391,7 @@ func TestSchedulerLockedQueuesAndLocksButNeverLoadsOrEvicts(t *testing.T) {
 	s := start(t, layout{Total: "32GiB", Global: "scheduler locked", Consumers: []consumer{a, b}})
 	var all []<-chan answer
 	for range 4 {
-		all = append(all, s.go_("POST", "/a/synthesize", "x"), s.go_("POST", "/b/synthesize", "x"))
+		all = append(all, s.send("POST", "/a/synthesize", "x"), s.send("POST", "/b/synthesize", "x"))
 	}
 	for _, ch := range all {
 		s.ok(ch)
@@ -411,7 +411,7 @@ func TestSchedulerPassthroughNeitherLocksNorQueues(t *testing.T) {
 	s.serve("b")
 	var all []<-chan answer
 	for range 3 {
-		all = append(all, s.go_("POST", "/a/synthesize?ms=600", "x"), s.go_("POST", "/b/synthesize?ms=600", "x"))
+		all = append(all, s.send("POST", "/a/synthesize?ms=600", "x"), s.send("POST", "/b/synthesize?ms=600", "x"))
 	}
 	s.until("all run at once", func() bool {
 		return s.servers["a"].Stats().Working == 3 && s.servers["b"].Stats().Working == 3
@@ -470,9 +470,9 @@ func TestLostGPURefusesAtOnceEvenThoseWhoWait(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Consumers: []consumer{plainModel("a", 9), plainModel("b", 9)}})
 	s.serve("a")
-	runs := s.go_("POST", "/a/synthesize?ms=2500", "x")
+	runs := s.send("POST", "/a/synthesize?ms=2500", "x")
 	s.until("a works", func() bool { return s.servers["a"].Stats().Working == 1 })
-	waits := s.go_("POST", "/b/synthesize", "x")
+	waits := s.send("POST", "/b/synthesize", "x")
 	s.waitQueued("b", 1)
 	require.NoError(t, simulated.WriteState(s.sim, "lost 0"))
 	require.Equal(t, "gpu_lost", s.refusal(s.await(waits)).Code)

@@ -33,9 +33,9 @@ func inTheMiddle(t *testing.T) (s *site, stream, waits <-chan answer) {
 	s = start(t, layout{Consumers: []consumer{plainModel("a", 9), plainModel("b", 9)}})
 	s.serve("b")
 	s.serve("a")
-	stream = s.go_("GET", "/a/stream?events=20&ms=60", "")
+	stream = s.send("GET", "/a/stream?events=20&ms=60", "")
 	s.until("a streams", func() bool { return s.servers["a"].Stats().Working == 1 })
-	waits = s.go_("POST", "/b/synthesize", "x")
+	waits = s.send("POST", "/b/synthesize", "x")
 	s.waitQueued("b", 1)
 	return s, stream, waits
 }
@@ -140,9 +140,9 @@ func TestRemovedConsumerServesWhoWaitsAndIsUnloaded(t *testing.T) {
 	s := start(t, layout{Consumers: []consumer{plainModel("a", 2), plainModel("b", 2)}})
 	s.serve("a")
 	s.serve("b")
-	runs := s.go_("POST", "/b/synthesize?ms=600", "x")
+	runs := s.send("POST", "/b/synthesize?ms=600", "x")
 	s.until("b works", func() bool { return s.servers["b"].Stats().Working == 1 })
-	waits := s.go_("POST", "/b/synthesize", "x")
+	waits := s.send("POST", "/b/synthesize", "x")
 	s.waitQueued("b", 1)
 	s.reloaded(func(c string) string {
 		c = regexp.MustCompile(`(?s)consumer b \{.*?\n\}\n\}\n`).ReplaceAllString(c, "}\n")

@@ -317,8 +317,8 @@ func (s *site) post(path, body string) answer {
 	return s.do(context.Background(), "POST", path, strings.NewReader(body))
 }
 
-// go_ sends a request in the background.
-func (s *site) go_(method, path, body string) <-chan answer {
+// send sends a request in the background.
+func (s *site) send(method, path, body string) <-chan answer {
 	return s.goCtx(context.Background(), method, path, body)
 }
 

@@ -46,7 +46,7 @@ func TestFC07_StreamFlowsAtOnceAndWholeWhileAnotherWaitsForItsMemory(t *testing.
 			require.NoError(t, err)
 			require.Zero(t, voice.Stats().Worked, "the first event comes while the others are still being made")
 
-			picture := s.go_("POST", "/image/generate", "a picture")
+			picture := s.send("POST", "/image/generate", "a picture")
 			s.waitQueued("image", 1)
 			rest, err := io.ReadAll(resp.Body)
 			require.NoError(t, err)
@@ -90,7 +90,7 @@ func TestSlotIsReleasedOnlyAfterTheLastByteOfAnAnswer(t *testing.T) {
 	const size = 96 << 20 // more than all buffers between the server and us
 	s := start(t, layout{Consumers: []consumer{mvoice(), image()}})
 	resp := s.open("GET", "/mvoice/audio/big?bytes=100663296")
-	picture := s.go_("POST", "/image/generate", "a picture")
+	picture := s.send("POST", "/image/generate", "a picture")
 	s.waitQueued("image", 1)
 	want := modelserver.AudioBytes(size)
 	got := make([]byte, size)
@@ -193,7 +193,7 @@ func TestAnswerTellsWhoServedAndHowLongItWaited(t *testing.T) {
 	require.Equal(t, "mvoice", warm.header.Get("X-GPU-Broker-Consumer"))
 
 	release := s.hold("whisper")
-	queued := s.go_("POST", "/mvoice/synthesize", "hello")
+	queued := s.send("POST", "/mvoice/synthesize", "hello")
 	s.waitQueued("mvoice", 1)
 	require.Equal(t, 200, release().status)
 	timing := s.await(queued).header.Get("Server-Timing")

@@ -50,7 +50,7 @@ func TestOneLockGuardsAllUpstreamsOfAConsumer(t *testing.T) {
 	s := start(t, layout{Consumers: []consumer{voice}})
 	var jobs []<-chan answer
 	for range 6 {
-		jobs = append(jobs, s.go_("POST", "/mvoice/synthesize?ms=20", "hello"))
+		jobs = append(jobs, s.send("POST", "/mvoice/synthesize?ms=20", "hello"))
 	}
 	for _, j := range jobs {
 		require.Equal(t, 200, s.await(j).status)
@@ -119,7 +119,7 @@ func TestWebsocketOnAGPURouteHoldsThePlaceUntilItCloses(t *testing.T) {
 	conn := s.socket("/comfyui/ws?clientId=ui")
 	require.Contains(t, readSocket(t, conn), `"sid":"ui"`)
 	require.Equal(t, 1, s.status().Consumers["comfyui"].Active)
-	waits := s.go_("POST", "/whisper/inference", "x")
+	waits := s.send("POST", "/whisper/inference", "x")
 	s.waitQueued("whisper", 1)
 	require.NoError(t, conn.CloseNow())
 	require.Equal(t, 200, s.await(waits).status)
@@ -165,7 +165,7 @@ func TestAPathThatIsBypassedOnlyBeforeARewriteWaits(t *testing.T) {
 			inner := "gpu_broker mvoice\nreverse_proxy {http.gpu_broker.upstream}"
 			s := start(t, layout{Consumers: []consumer{voice, whisper()}, Routes: strings.ReplaceAll(c.site, "%s", inner)})
 			release := s.hold("whisper")
-			job := s.go_("POST", "/audio/speech", "hello")
+			job := s.send("POST", "/audio/speech", "hello")
 			s.waitQueued("mvoice", 1)
 			require.Equal(t, 200, release().status)
 			require.Equal(t, 200, s.await(job).status)
@@ -184,7 +184,7 @@ func TestGPURoutesAreThosePathsThatTheServerSees(t *testing.T) {
 	}
 	var jobs []<-chan answer
 	for i, path := range []string{"/v1/images/prompt", "/make", "/comfyui/prompt", "/comfyui/api/prompt"} {
-		jobs = append(jobs, s.go_("POST", path, prompt))
+		jobs = append(jobs, s.send("POST", path, prompt))
 		s.waitQueued("comfyui", i+1)
 	}
 	require.Zero(t, s.servers["comfyui"].Stats().Queue)
