@@ -15,7 +15,7 @@ export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy
 RESULTS := .cache/tests
 TEST     = mkdir -p $(RESULTS) && bin/gotestsum --format pkgname --hide-summary skipped --jsonfile $(RESULTS)/$@.json --
 
-UNIT = $$($(GO) list ./... | grep -v /test/)
+UNIT = $$($(GO) list ./... | grep -v /test/) ./test/readme/... ./test/gpu/...
 
 .PHONY: help
 help: ## this list
@@ -40,7 +40,7 @@ test-fast: vet ## vet and the unit tests, without end to end
 .PHONY: vet
 vet: ## go vet
 	$(GO) vet ./...
-	$(GO) vet -tags real ./test/ollama/...
+	$(GO) vet -tags real ./test/ollama/... ./test/e2e/...
 
 .PHONY: lint
 lint: bin/golangci-lint ## golangci-lint: staticcheck, errcheck, revive, gocritic
@@ -87,7 +87,10 @@ xcaddy: bin/xcaddy ## a build by xcaddy; with cgo: make xcaddy CGO_ENABLED=1
 
 .PHONY: real
 real: build bin/gotestsum ## with a real ollama, which it builds once
+	test/ollama/build.sh >/dev/null
+	test/ollama/setup.sh >/dev/null
 	$(TEST) -count=1 -tags real ./test/ollama/...
+	bin/gotestsum --format testname --jsonfile $(RESULTS)/$@-e2e.json -- -count=1 -tags real -run RealOllama ./test/e2e/...
 
 .PHONY: mutants
 mutants: ## planted faults must each make a test fail

@@ -92,7 +92,7 @@ func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 			f.status = http.StatusServiceUnavailable
 			f.retryAfter = max(f.retryAfter, time.Second)
 		}
-	case errors.Is(err, broker.ErrNotStarted):
+	case errors.Is(err, errNotStarted):
 		f = &failure{status: http.StatusServiceUnavailable, code: "not_running", message: err.Error(), retryAfter: time.Second}
 	case errors.As(err, &caddys) && caddys.StatusCode == http.StatusBadGateway:
 		f = &failure{status: http.StatusBadGateway, code: "server_died", message: fmt.Sprintf("the server of consumer %q gave no answer: %v", j.handler.Consumer, caddys.Err)}
@@ -125,10 +125,7 @@ func (j *job) answer(w http.ResponseWriter, r *http.Request, f *failure) error {
 		header.Set("Connection", "close") // the client holds its body back: the answer must not wait for it
 	}
 	allowOrigin(header, r)
-	if extra, ok := r.Context().Value(caddyhttp.ExtraLogFieldsCtxKey).(*caddyhttp.ExtraLogFields); ok {
-		extra.Set(zap.String("gpu_consumer", consumer))
-		extra.Set(zap.String("gpu_reason", f.code))
-	}
+	logFields(r, zap.String("gpu_consumer", consumer), zap.String("gpu_reason", f.code))
 	if f.status >= 500 { // overload and the like are expected states: no error in the access log
 		caddyhttp.SetVar(r.Context(), caddyhttp.LogLevelVar, "WARN")
 	}

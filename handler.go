@@ -56,8 +56,8 @@ type Handler struct {
 	headers  bool
 
 	// Made once, so that a warm request doesn't have to.
-	consumerValue, upstreamValue any // of placeholders
-	waited, ran                  prometheus.Observer
+	placeholders caddy.ReplacerFunc // as they are for a request that did not wait
+	waited, ran  prometheus.Observer
 }
 
 // CaddyModule returns the Caddy module information.
@@ -108,7 +108,7 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	if h.Headers == config.On {
 		h.headers = true
 	}
-	h.consumerValue, h.upstreamValue = h.Consumer, h.consumer.Upstream
+	h.placeholders = placeholders(h.Consumer, h.consumer.Upstream)
 	h.waited, h.ran = metrics.wait.WithLabelValues(h.Consumer), metrics.run.WithLabelValues(h.Consumer)
 	return errors.Join(faults...)
 }
@@ -150,8 +150,7 @@ func (h *Handler) needs(r *http.Request) need {
 // has returned or panicked, which is after the last byte of the answer.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
 	repl := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
-	repl.Set("http.gpu_broker.consumer", h.consumerValue)
-	repl.Set("http.gpu_broker.upstream", h.upstreamValue)
+	repl.Map(h.placeholders)
 	switch h.needs(r) {
 	case needsTouch:
 		h.pool.broker.Touch(h.Consumer)
@@ -180,6 +179,9 @@ type job struct {
 var jobs = sync.Pool{New: func() any { return new(job) }}
 
 func (j *job) done() {
+	if j.leased { // something panicked between its admission and its run
+		j.lease.Release(scheduler.NoAnswer)
+	}
 	if j.body != nil {
 		j.body.Close()
 	}
@@ -214,6 +216,8 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 		switch {
 		case err == nil:
 			return nil
+		case j.status != 0: // an answer has begun: nothing can be added to it
+			return err
 		case errors.As(err, &dial) && attempt == 1 && r.Context().Err() == nil:
 			continue // nothing was sent: its state is taken anew, and the job is admitted once more
 		case errors.As(err, &dial):
@@ -228,6 +232,9 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 // place is there at once: only a body that was read to its end lets HTTP/1 tell us that the client left.
 func (j *job) acquire(r *http.Request) error {
 	h := j.handler
+	if err := h.app.waitStarted(r.Context()); err != nil {
+		return err
+	}
 	req := broker.Request{Consumer: h.Consumer, Priority: broker.DefaultPriority, Budget: time.Duration(h.Budget)}
 	// The body of a CONNECT is a tunnel, such as a websocket over HTTP/2: it has no end to read to.
 	hasBody := r.ContentLength != 0 && r.Body != nil && r.Body != http.NoBody && !h.StreamBody && r.Method != http.MethodConnect
@@ -239,7 +246,7 @@ func (j *job) acquire(r *http.Request) error {
 			if _, kept := r.Body.(routing.KeepOpen); !kept {
 				r.Body = routing.KeepOpen{Reader: r.Body}
 			}
-			j.lease, j.leased = lease, true
+			j.lease, j.leased, j.submitted = lease, true, lease.Asked
 			return nil
 		}
 	}
@@ -253,15 +260,12 @@ func (j *job) acquire(r *http.Request) error {
 		}
 		j.body = body
 	}
-	if j.submitted.IsZero() { // a job that is admitted once more keeps its time
-		j.submitted = time.Now()
-	}
-	req.Submitted = j.submitted
+	req.Submitted = j.submitted // zero, but for a job that is admitted once more: it keeps its time
 	lease, err := h.pool.broker.Acquire(r.Context(), req)
 	if err != nil {
 		return err
 	}
-	j.lease, j.leased = lease, true
+	j.lease, j.leased, j.submitted = lease, true, lease.Asked
 	return nil
 }
 
@@ -277,14 +281,37 @@ func (j *job) tell(w http.ResponseWriter, r *http.Request) {
 	if l.Upstream != j.handler.consumer.Upstream { // a reload has moved the server since
 		j.repl.Set("http.gpu_broker.upstream", l.Upstream)
 	}
-	if wait == 0 {
-		j.repl.Set("http.gpu_broker.wait_ms", "0")
-	} else {
+	if wait > 0 {
 		j.repl.Set("http.gpu_broker.wait_ms", strconv.FormatInt(wait.Milliseconds(), 10))
 	}
+	logFields(r, zap.String("gpu_consumer", l.Consumer), zap.Duration("gpu_wait", wait))
+}
+
+// logFields adds to the access log, where there is one.
+func logFields(r *http.Request, fields ...zap.Field) {
+	srv, ok := r.Context().Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
+	if !ok || srv == nil || srv.Logs == nil {
+		return
+	}
 	if extra, ok := r.Context().Value(caddyhttp.ExtraLogFieldsCtxKey).(*caddyhttp.ExtraLogFields); ok {
-		extra.Set(zap.String("gpu_consumer", l.Consumer))
-		extra.Set(zap.Duration("gpu_wait", wait))
+		for _, f := range fields {
+			extra.Set(f)
+		}
+	}
+}
+
+// placeholders are those of a handler before anything else is known; what is
+// set for a request wins over them.
+func placeholders(consumer, upstream string) caddy.ReplacerFunc {
+	values := map[string]any{
+		"http.gpu_broker.consumer": consumer,
+		"http.gpu_broker.upstream": upstream,
+		"http.gpu_broker.wait_ms":  "0",
+		"http.gpu_broker.reason":   "",
+	}
+	return func(key string) (any, bool) {
+		value, ok := values[key]
+		return value, ok
 	}
 }
 
@@ -298,16 +325,14 @@ func timing(queued, loading time.Duration) string {
 
 // run calls next, and gives the place back whatever becomes of it.
 func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) (err error) {
-	began := time.Now()
 	j.ResponseWriterWrapper.ResponseWriter = w
 	j.status = 0
 	completed := false
 	defer func() {
-		j.lease.Release(j.outcome(r, err, completed))
+		ended := j.lease.Release(j.outcome(r, err, completed))
 		j.leased = false
-		ended := time.Now()
-		j.handler.ran.Observe(ended.Sub(began).Seconds())
-		j.spans(r.Context(), began, ended)
+		j.handler.ran.Observe(ended.Sub(j.lease.Began).Seconds())
+		j.spans(r.Context(), j.lease.Began, ended)
 	}()
 	err = next.ServeHTTP(j, r)
 	completed = true

@@ -1,25 +1,31 @@
 package gpubroker
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"net/http"
 	"net/http/httptest"
 	"os"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
 )
 
-// newHandler is a handler of a started app with one consumer that needs nothing.
-func newHandler(t testing.TB) *Handler {
+// newApp provisions an app with these consumers, and does not start it.
+func newApp(t testing.TB, consumers ...map[string]any) (*App, caddy.Context) {
 	t.Helper()
 	raw, err := json.Marshal(map[string]any{
 		"gpu":       map[string]any{"driver": "simulated", "totals": []string{"16GiB"}, "dir": t.TempDir()},
-		"consumers": []map[string]any{{"name": "a", "vram": "1GiB", "concurrency": 4}},
+		"consumers": consumers,
 	})
 	require.NoError(t, err)
 	ctx, err := caddy.ProvisionContext(&caddy.Config{Admin: &caddy.AdminConfig{Disabled: true}, AppsRaw: caddy.ModuleMap{"gpu_broker": raw}})
@@ -27,11 +33,18 @@ func newHandler(t testing.TB) *Handler {
 	mod, err := ctx.App("gpu_broker")
 	require.NoError(t, err)
 	app := mod.(*App)
-	require.NoError(t, app.Start())
 	t.Cleanup(func() {
 		require.NoError(t, app.Stop())
 		require.NoError(t, app.Cleanup())
 	})
+	return app, ctx
+}
+
+// newHandler is a handler of a started app with one consumer that needs nothing.
+func newHandler(t testing.TB) *Handler {
+	t.Helper()
+	app, ctx := newApp(t, map[string]any{"name": "a", "vram": "1GiB", "concurrency": 4})
+	require.NoError(t, app.Start())
 	h := &Handler{Route: gpucaddyfile.Route{Consumer: "a"}}
 	require.NoError(t, h.Provision(ctx))
 	return h
@@ -44,6 +57,120 @@ func request(method, path string) (*httptest.ResponseRecorder, *http.Request) {
 }
 
 var nothing = caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error { return nil })
+
+func (h *Handler) inFlight() int { return h.pool.broker.Status().Scheduler.InFlight }
+
+// Caddy starts its apps in any order: the site may be there before the broker knows its newest consumer.
+func TestARequestBeforeItsConfigurationRulesWaitsForIt(t *testing.T) {
+	newHandler(t) // an earlier configuration rules
+	app, ctx := newApp(t, map[string]any{"name": "b", "vram": "1GiB"})
+	h := &Handler{Route: gpucaddyfile.Route{Consumer: "b"}}
+	require.NoError(t, h.Provision(ctx))
+
+	w, r := request("GET", "/work")
+	short, cancel := context.WithTimeout(r.Context(), 20*time.Millisecond)
+	defer cancel()
+	require.NoError(t, h.ServeHTTP(w, r.WithContext(short), nothing))
+	require.Equal(t, statusClientLeft, w.Code, "it was refused, not kept waiting")
+
+	require.NoError(t, app.Start())
+	w, r = request("GET", "/work")
+	require.NoError(t, h.ServeHTTP(w, r, nothing))
+	require.Equal(t, http.StatusOK, w.Code)
+}
+
+func TestARequestDoesNotWaitForItsConfigurationForEver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a := &App{started: make(chan struct{})}
+		began := time.Now()
+		require.ErrorIs(t, a.waitStarted(t.Context()), errNotStarted)
+		require.Equal(t, startWait, time.Since(began))
+		close(a.started)
+		require.NoError(t, a.waitStarted(t.Context()))
+	})
+}
+
+// shaky is a writer that panics when it is first touched.
+type shaky struct{ http.ResponseWriter }
+
+func (shaky) Header() http.Header { panic("a bug") }
+
+func TestAPanicBeforeTheServerIsReachedGivesThePlaceBack(t *testing.T) {
+	h := newHandler(t)
+	w, r := request("GET", "/work")
+	require.Panics(t, func() { _ = h.ServeHTTP(shaky{w}, r, nothing) })
+	require.Zero(t, h.inFlight())
+}
+
+func TestAPanicOfTheNextHandlerGivesThePlaceBack(t *testing.T) {
+	h := newHandler(t)
+	w, r := request("GET", "/work")
+	require.Panics(t, func() {
+		_ = h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error { panic(http.ErrAbortHandler) }))
+	})
+	require.Zero(t, h.inFlight())
+}
+
+func TestAnAnswerThatHasBegunGetsNoErrorDocument(t *testing.T) {
+	h := newHandler(t)
+	w, r := request("GET", "/work")
+	broke := caddyhttp.Error(http.StatusBadGateway, errors.New("the rest did not come"))
+	err := h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
+		_, _ = w.Write([]byte("half"))
+		return broke
+	}))
+	require.ErrorIs(t, err, broke)
+	require.Equal(t, "half", w.Body.String())
+}
+
+func TestAnInformationalStatusIsNoAnswer(t *testing.T) {
+	j := &job{}
+	j.ResponseWriterWrapper.ResponseWriter = httptest.NewRecorder()
+	j.WriteHeader(http.StatusEarlyHints)
+	require.Zero(t, j.status)
+	j.WriteHeader(http.StatusTeapot)
+	require.Equal(t, http.StatusTeapot, j.status)
+}
+
+// A secret in a file may change while the configuration's text does not.
+func TestAReloadTakesTheNewValueOfAPlaceholder(t *testing.T) {
+	consumer := map[string]any{"name": "a", "vram": "1GiB", "upstream": "127.0.0.1:1", "lifecycle": map[string]any{
+		"protocol": "http", "health": map[string]any{"path": "/health"}, "header": map[string]any{"Authorization": []string{"Bearer {env.GPU_BROKER_TEST_TOKEN}"}},
+	}}
+	t.Setenv("GPU_BROKER_TEST_TOKEN", "old")
+	first, _ := newApp(t, consumer)
+	same, _ := newApp(t, consumer)
+	require.Equal(t, first.generation.Keys, same.generation.Keys, "an unchanged driver lives on")
+	t.Setenv("GPU_BROKER_TEST_TOKEN", "new")
+	changed, _ := newApp(t, consumer)
+	require.NotEqual(t, first.generation.Keys, changed.generation.Keys)
+}
+
+// frozen shows the metrics of one status.
+type frozen broker.Status
+
+func (frozen) Describe(ch chan<- *prometheus.Desc)   { live{}.Describe(ch) }
+func (f frozen) Collect(ch chan<- prometheus.Metric) { collect(broker.Status(f), 0, ch) }
+
+// The driver may give the index of a lost GPU to another; a series that comes twice would fail the whole scrape.
+func TestMetricsOfTwoGPUsWithOneIndexAreThoseOfTheHealthyOne(t *testing.T) {
+	s := broker.Status{GPUs: []broker.GPU{
+		{Index: 0, UUID: "GPU-lost", Total: 1, Health: "lost"}, {Index: 0, UUID: "GPU-well", Total: 2, Health: "healthy"}, {Index: 1, UUID: "GPU-other", Total: 3, Health: "lost"},
+	}}
+	r := prometheus.NewRegistry()
+	require.NoError(t, r.Register(frozen(s)))
+	families, err := r.Gather()
+	require.NoError(t, err)
+	totals := map[string]float64{}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			if l := m.GetLabel(); len(l) == 2 && l[1].GetValue() == "total" {
+				totals[l[0].GetValue()] = m.GetGauge().GetValue()
+			}
+		}
+	}
+	require.Equal(t, map[string]float64{"0": 2, "1": 3}, totals)
+}
 
 // handleWarm is one warm request through the handler.
 func handleWarm(b *testing.B) {

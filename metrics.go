@@ -2,12 +2,14 @@ package gpubroker
 
 import (
 	"errors"
+	"slices"
 	"strconv"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -79,17 +81,21 @@ func (live) Describe(ch chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (live) Collect(ch chan<- prometheus.Metric) {
-	p := active.Load()
-	if p == nil {
-		return
+	if p := active.Load(); p != nil {
+		collect(p.broker.Status(), p.buffers.Held(), ch)
 	}
+}
+
+func collect(s broker.Status, held int64, ch chan<- prometheus.Metric) {
 	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 	}
-	s := p.broker.Status()
 	gauge(queueDepth, float64(s.Scheduler.QueueDepth))
-	gauge(bodies, float64(p.buffers.Held()))
-	for _, g := range s.GPUs {
+	gauge(bodies, float64(held))
+	for i, g := range s.GPUs {
+		if hidden(s.GPUs, i) {
+			continue
+		}
 		index := strconv.Itoa(g.Index)
 		for kind, v := range map[string]int64{"total": g.Total, "free": g.Free, "used": g.Used, "booked": g.Booked, "outsiders": g.Outsiders} {
 			gauge(gpuMemory, float64(v), index, kind)
@@ -108,6 +114,13 @@ func (live) Collect(ch chan<- prometheus.Metric) {
 			gauge(slotMemory, float64(slot.Booking), name, strconv.Itoa(slot.GPUIndex))
 		}
 	}
+}
+
+// hidden says whether a GPU is left out, because another has its index: the
+// driver may give that of a lost one away, and no series may come twice.
+func hidden(gpus []broker.GPU, i int) bool {
+	return slices.ContainsFunc(gpus[:i], func(g broker.GPU) bool { return g.Index == gpus[i].Index && g.Health == gpus[i].Health }) ||
+		gpus[i].Health != "healthy" && slices.ContainsFunc(gpus, func(g broker.GPU) bool { return g.Index == gpus[i].Index && g.Health == "healthy" })
 }
 
 func truth(b bool) float64 {

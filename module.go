@@ -5,6 +5,7 @@
 package gpubroker
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
@@ -18,7 +19,6 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
-	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
@@ -44,6 +44,7 @@ type App struct {
 
 	pool       *pooled
 	generation *broker.Generation
+	started    chan struct{} // closed by Start
 }
 
 // pooled is what outlives every configuration of a process.
@@ -94,7 +95,7 @@ func (a *App) Provision(ctx caddy.Context) error {
 	if err != nil {
 		return err
 	}
-	a.pool, a.generation = value.(*pooled), g
+	a.pool, a.generation, a.started = value.(*pooled), g, make(chan struct{})
 	return nil
 }
 
@@ -116,7 +117,6 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 
 	var faults []error
 	for _, c := range a.Consumers {
-		g.Keys[c.Name] = hash(c.LifecycleRaw, []byte(c.Upstream), []byte(time.Duration(a.ProbeTimeout).String()), []byte(time.Duration(c.UnloadTimeout).String()))
 		mod, err := ctx.LoadModule(c, "LifecycleRaw")
 		if err != nil {
 			faults = append(faults, fmt.Errorf("consumer %q%s: %w", c.Name, source(c), err))
@@ -128,6 +128,11 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 			continue
 		}
 		g.Lifecycles[c.Name] = guest
+		var values string // of placeholders: the text may be the same, and what it stands for another
+		if f, ok := mod.(lifecycle.Fingerprinter); ok {
+			values = f.Fingerprint()
+		}
+		g.Keys[c.Name] = hash(c.LifecycleRaw, []byte(values), []byte(c.Upstream), []byte(time.Duration(a.ProbeTimeout).String()), []byte(time.Duration(c.UnloadTimeout).String()))
 	}
 	return errors.Join(faults...)
 }
@@ -155,8 +160,35 @@ func hash(parts ...[]byte) string {
 
 // Start makes this configuration the ruling one.
 func (a *App) Start() error {
+	defer close(a.started)
 	active.Store(a.pool)
 	return a.pool.broker.Push(a.generation)
+}
+
+// errNotStarted says that a configuration did not come to rule in time.
+var errNotStarted = errors.New("the broker has not taken up this configuration yet")
+
+// startWait is how long a request that came before its configuration rules waits for it.
+const startWait = 10 * time.Second
+
+// waitStarted waits until this configuration rules: Caddy starts its apps in any
+// order, so requests may come before, also for a consumer that no earlier configuration has.
+func (a *App) waitStarted(ctx context.Context) error {
+	select {
+	case <-a.started:
+		return nil
+	default:
+	}
+	t := time.NewTimer(startWait)
+	defer t.Stop()
+	select {
+	case <-a.started:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-t.C:
+		return errNotStarted
+	}
 }
 
 // Stop takes this configuration away; the newest that is left rules.
@@ -201,9 +233,6 @@ func parseGlobal(d *caddyfile.Dispenser, existing any) (any, error) {
 	}
 	return httpcaddyfile.App{Name: "gpu_broker", Value: caddyconfig.JSON(b, nil)}, nil
 }
-
-// log is for what happens outside of a configuration.
-func log() *zap.Logger { return caddy.Log().Named("gpu_broker") }
 
 // Interface guards
 var (

@@ -2,10 +2,14 @@ package gpubroker
 
 import (
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
 func TestWaitAndRunAreSpansOfTheRequestsTrace(t *testing.T) {
@@ -14,7 +18,19 @@ func TestWaitAndRunAreSpansOfTheRequestsTrace(t *testing.T) {
 	tracer := sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(recorder)).Tracer("test")
 	w, r := request("GET", "/work")
 	ctx, parent := tracer.Start(r.Context(), "request")
-	require.NoError(t, h.ServeHTTP(w, r.WithContext(ctx), nothing))
+	var running []broker.Lease
+	for range h.consumer.Concurrency {
+		l, err := h.pool.broker.Acquire(t.Context(), broker.Request{Consumer: h.Consumer, Priority: broker.DefaultPriority})
+		require.NoError(t, err)
+		running = append(running, l)
+	}
+	served := make(chan error, 1)
+	go func() { served <- h.ServeHTTP(w, r.WithContext(ctx), nothing) }()
+	require.Eventually(t, func() bool { return h.pool.broker.Status().Scheduler.QueueDepth == 1 }, 20*time.Second, time.Millisecond)
+	for _, l := range running {
+		l.Release(scheduler.Served)
+	}
+	require.NoError(t, <-served)
 	parent.End()
 	var names []string
 	for _, s := range recorder.Ended() {
@@ -23,5 +39,5 @@ func TestWaitAndRunAreSpansOfTheRequestsTrace(t *testing.T) {
 		require.False(t, s.EndTime().Before(s.StartTime()))
 	}
 	require.Contains(t, names, "gpu_broker.run")
-	require.Contains(t, names, "gpu_broker.wait", "the first request waits for its place")
+	require.Contains(t, names, "gpu_broker.wait", "it waits for its place")
 }

@@ -2,7 +2,6 @@ package broker
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -21,7 +20,8 @@ type Request struct {
 type Lease struct {
 	b        *Broker
 	job      scheduler.JobID
-	began    time.Time
+	Began    time.Time // when it was admitted
+	Asked    time.Time // when it was asked for: its age in the queue
 	Consumer string
 	Upstream string        // host:port of the server, or empty
 	Async    bool          // its work may outlive its answer
@@ -37,18 +37,9 @@ type Refused struct {
 
 func (r *Refused) Error() string { return r.Message }
 
-// ErrNotStarted says that no configuration came to rule in time.
-var ErrNotStarted = errors.New("the broker has no configuration yet")
-
-// startWait is how long a request that came before the first configuration waits for it.
-const startWait = 10 * time.Second
-
 // Acquire waits for a place and returns a lease on it, or an error: *Refused,
 // or the context's own if the client left. Nothing is held after an error.
 func (b *Broker) Acquire(ctx context.Context, r Request) (Lease, error) {
-	if err := b.waitStarted(ctx); err != nil {
-		return Lease{}, err
-	}
 	lease, w, err := b.submit(r)
 	if err != nil || w == nil {
 		return lease, err
@@ -73,7 +64,7 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 	}
 	effects, wake := b.state.Step(now, scheduler.Submit{Slot: r.Consumer, Priority: r.Priority, Submitted: r.Submitted, Deadline: r.Submitted.Add(r.Budget)})
 	c.requests++
-	lease := Lease{b: b, job: effects[0].Job, began: now, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async}
+	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: r.Submitted, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async}
 	switch effects[0].Kind {
 	case scheduler.Admit: // the warm path
 		b.act(now, effects, wake)
@@ -102,7 +93,7 @@ func (b *Broker) TryAcquire(r Request) (Lease, bool) {
 	if effects[0].Kind != scheduler.Admit {
 		return Lease{}, false
 	}
-	lease := Lease{b: b, job: effects[0].Job, began: now, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async}
+	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: now, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async}
 	c.requests++
 	b.act(now, effects, wake)
 	return lease, true
@@ -125,44 +116,26 @@ func (b *Broker) await(ctx context.Context, lease Lease, w *waiter) (Lease, erro
 	if w.refusal != nil {
 		return Lease{}, &Refused{Refusal: *w.refusal, Consumer: lease.Consumer}
 	}
-	lease.began = time.Now()
+	lease.Began = time.Now()
 	lease.Queued, lease.Loading = w.queued, w.loading
 	lease.Upstream, lease.Async = w.upstream, w.async
 	return lease, nil
 }
 
-// Release ends the job. A second call does nothing.
-func (l Lease) Release(outcome scheduler.Outcome) {
-	b := l.b
+// Release ends the job, and says when. A second call does nothing.
+func (l Lease) Release(outcome scheduler.Outcome) (at time.Time) {
+	b, now := l.b, time.Now()
 	if b == nil {
-		return
+		return now
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if !b.closed {
-		now := time.Now()
-		b.lastRun = now.Sub(l.began)
+		b.lastRun = now.Sub(l.Began)
 		effects, wake := b.state.Step(now, scheduler.Release{Job: l.job, Outcome: outcome})
 		b.act(now, effects, wake)
 	}
-}
-
-func (b *Broker) waitStarted(ctx context.Context) error {
-	select {
-	case <-b.started:
-		return nil
-	default:
-	}
-	t := time.NewTimer(startWait)
-	defer t.Stop()
-	select {
-	case <-b.started:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	case <-t.C:
-		return ErrNotStarted
-	}
+	return now
 }
 
 func noConsumer(name string, closed bool) *scheduler.Refusal {

@@ -31,7 +31,6 @@ type Broker struct {
 	sampler   *samplerLoop                // guarded by mu
 	devices   map[string]gpu.Device       // guarded by mu: the last full reading of each GPU, for display
 
-	started chan struct{} // closed by the first Push
 	current atomic.Pointer[Generation]
 	posts   chan post // to the one goroutine that logs and tells; bounded
 	dropped atomic.Int64
@@ -61,7 +60,6 @@ func New() *Broker {
 		consumers: map[string]*consumer{},
 		devices:   map[string]gpu.Device{},
 		changed:   make(chan struct{}),
-		started:   make(chan struct{}),
 		posts:     make(chan post, 1024),
 	}
 	b.ctx, b.cancel = context.WithCancel(context.Background())

@@ -210,12 +210,14 @@ func TestCloseRefusesWhoWaitsAndEndsEverything(t *testing.T) {
 	})
 }
 
-func TestRequestBeforeTheFirstConfigurationWaitsForIt(t *testing.T) {
+func TestRequestForWhatNoConfigurationHasIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := New()
 		defer b.Close()
 		_, err := b.Acquire(context.Background(), Request{Consumer: "a"})
-		require.ErrorIs(t, err, ErrNotStarted)
+		var r *Refused
+		require.ErrorAs(t, err, &r)
+		require.Equal(t, scheduler.UnknownConsumer, r.Code)
 	})
 }
 

@@ -70,13 +70,6 @@ func (b *Broker) Push(g *Generation) error {
 	}
 	b.gens = append(b.gens, g)
 	b.rule(g, opened)
-	if len(b.gens) == 1 {
-		select {
-		case <-b.started:
-		default:
-			close(b.started)
-		}
-	}
 	return nil
 }
 

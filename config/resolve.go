@@ -18,6 +18,9 @@ import (
 // maxName is the greatest length of a consumer's name: it is a label of metrics.
 const maxName = 64
 
+// maxSize is the largest amount of memory that a setting may name: sums of many such do not overflow.
+const maxSize = 1024 * gpu.TiB
+
 // Resolve makes a configuration ready for use, in place: it lays each
 // consumer's preset under what the user wrote, expands the placeholders in its
 // upstream, fills in all defaults (but Cushion's, see CushionFor) and checks
@@ -176,6 +179,9 @@ func (f *faults) notNegative(who, field string, n int) {
 func (f *faults) size(who, field string, n gpu.Bytes) {
 	if n < 0 {
 		f.add(who, "%s is %d bytes: it must not be negative", field, n)
+	}
+	if n > maxSize {
+		f.add(who, "%s is %s: at most %s are possible", field, n, maxSize)
 	}
 }
 

@@ -252,6 +252,7 @@ func TestEachFaultIsTold(t *testing.T) {
 		{"unknown driver", `{"gpu":{"driver":"test_crad"}}`, `gpu_broker: unknown gpu driver "test_crad": did you mean test_card? allowed: auto, test_card`},
 		{"no driver", `{"gpu":{}}`, "gpu_broker: gpu names no driver"},
 		{"gpu of another type", `{"gpu":"auto"}`, "gpu_broker: gpu names no driver"},
+		{"vram that no GPU has", `{"consumers":[{"name":"a","vram":"8388607TiB"}]}`, `consumer "a": vram is 8388607TiB: at most 1024TiB are possible`},
 		{"negative max_queue", `{"max_queue":-1}`, "gpu_broker: max_queue is -1: it must not be negative"},
 		{"negative max_evictions", `{"max_evictions":-1}`, "gpu_broker: max_evictions is -1"},
 		{"negative budget", `{"budget":"-1s","consumers":[{"name":"a","vram":1}]}`, "gpu_broker: budget is -1s: it must not be negative"},

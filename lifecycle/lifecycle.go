@@ -102,3 +102,11 @@ type Deps struct {
 type Guest interface {
 	Open(deps Deps) (Driver, error)
 }
+
+// Fingerprinter is a Guest with placeholders in its configuration. The broker
+// keeps the driver of a configuration that a reload left unchanged, and the
+// text alone does not tell that.
+type Fingerprinter interface {
+	// Fingerprint differs where the values of the placeholders do. It does not show them.
+	Fingerprint() string
+}

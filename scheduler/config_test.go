@@ -194,6 +194,27 @@ func TestASlotThatComesBackBeforeItWasUnloadedServesOn(t *testing.T) {
 	f.requireUnloads()
 }
 
+func TestASlotThatIsMovedToAnotherGPUWhileItIsLoadedGoesThereWithItsNextLoad(t *testing.T) {
+	cfg := defaults()
+	cfg.Slots = []SlotConfig{server("a", 10000), server("b", 10000, on(1))}
+	f := givenConfig(t, cfg, 16384, 16384)
+	f.probe("a", No)
+	f.probe("b", No)
+	f.warm("a", 10000)
+	f.reconfigure(func(c *Config) { c.Slots[0].GPUs = []int{1} })
+	require.Equal(t, 0, f.slot("a").Holds[0].GPU, "its memory is where it was loaded")
+	f.step(Unload{Slot: "a"})
+	f.evicted("a", 10000)
+	f.requireState("a", Idle)
+	f.submit("a")
+	f.requireState("a", Loading)
+	require.Equal(t, 1, f.slot("a").Holds[0].GPU)
+	b := f.submit("b") // they share a GPU now
+	f.requireWaiting(b)
+	f.loaded("a")
+	f.requireWaiting(b)
+}
+
 func TestAChangeOfModeAndBackFindsTheWorldAnew(t *testing.T) {
 	f := given(t, 16384, server("a", 10000), server("b", 10000))
 	f.warm("a", 10000)

@@ -42,16 +42,15 @@ func (s *State) configure(now time.Time, cfg Config) {
 func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 	fresh := sl.cfg.Name == "" || anew && !sl.busy()
 	probes := sl.cfg.CanProbe
-	moved := !slices.Equal(sl.cfg.GPUs, c.GPUs)
 	if sl.gone && sl.gate.closed && sl.gate.target == nil && sl.state != Stopping {
 		s.reopen(now, sl, "it is in the configuration again")
 	}
 	sl.cfg, sl.gone = c, false
-	if fresh || moved && sl.state == Idle {
+	if fresh {
 		sl.on = nil
-		for _, index := range c.GPUs {
-			sl.on = append(sl.on, &holding{card: index, known: -1})
-		}
+	}
+	if fresh || sl.state == Idle {
+		s.place(sl)
 	}
 	if fresh {
 		sl.state, sl.since, sl.idleAt = s.startState(&c), now, time.Time{}
@@ -71,6 +70,19 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 			h.booking = max(h.booking, sl.claim())
 		}
 	}
+}
+
+// place puts a slot on the GPUs of its configuration. One that is loaded stays
+// where it is until it is not. What it leaves behind there is foreign.
+func (s *State) place(sl *slot) {
+	if slices.EqualFunc(sl.on, sl.cfg.GPUs, func(h *holding, index int) bool { return h.card == index }) {
+		return
+	}
+	sl.on = nil
+	for _, index := range sl.cfg.GPUs {
+		sl.on = append(sl.on, &holding{card: index, known: -1})
+	}
+	s.reindex()
 }
 
 // startState is the first state of a slot (accounting §2).

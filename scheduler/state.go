@@ -287,6 +287,7 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 			t.want.victim = nil
 		}
 		sl.gate = gate{}
+		s.place(sl) // the configuration may have moved it while it was loaded
 	}
 }
 

@@ -49,7 +49,7 @@ func run() error {
 	defer func() { _ = os.RemoveAll(dir) }()
 
 	out := tabwriter.NewWriter(os.Stdout, 0, 8, 2, ' ', 0)
-	fmt.Fprintln(out, "fault\trandom histories\ttables")
+	_, _ = fmt.Fprintln(out, "fault\trandom histories\ttables")
 	var survivors []string
 	var broken error
 	var caught int

@@ -1,8 +1,11 @@
 package httplife
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/url"
 	"slices"
@@ -21,6 +24,7 @@ import (
 type plan struct {
 	health, residency, load, unload, busy *route
 	secrets                               *redactor
+	fingerprint                           string // of the placeholders' values
 }
 
 func (p *plan) empty() bool {
@@ -96,6 +100,7 @@ type compiler struct {
 	shared http.Header
 	repl   *caddy.Replacer
 	secret secretSet
+	values map[string]string // of the placeholders
 }
 
 func (c *compiler) fault(format string, args ...any) {
@@ -103,7 +108,7 @@ func (c *compiler) fault(format string, args ...any) {
 }
 
 func compile(l *Lifecycle) (*plan, error) {
-	c := &compiler{repl: caddy.NewReplacer()}
+	c := &compiler{repl: caddy.NewReplacer(), values: map[string]string{}}
 	c.shared = c.headers("header", l.Header)
 	p := &plan{
 		health:    c.route("health", l.Health, http.MethodGet),
@@ -116,7 +121,16 @@ func compile(l *Lifecycle) (*plan, error) {
 		return nil, errors.Join(c.faults...)
 	}
 	p.secrets = c.secret.redactor()
+	p.fingerprint = fingerprint(c.values)
 	return p, nil
+}
+
+func fingerprint(values map[string]string) string {
+	h := sha256.New()
+	for _, key := range slices.Sorted(maps.Keys(values)) {
+		_, _ = fmt.Fprintf(h, "%q=%q\n", key, values[key])
+	}
+	return hex.EncodeToString(h.Sum(nil))
 }
 
 func (c *compiler) route(kind string, in *Route, defaultMethod string) *route {

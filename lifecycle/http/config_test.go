@@ -27,6 +27,21 @@ func TestTheModuleIsRegistered(t *testing.T) {
 	assert.Implements(t, (*caddy.Provisioner)(nil), info.New())
 }
 
+func TestTheFingerprintTellsValuesOfPlaceholdersApartAndDoesNotShowThem(t *testing.T) {
+	of := func(a, b string) string {
+		t.Setenv("HTTPLIFE_TEST_A", a)
+		t.Setenv("HTTPLIFE_TEST_B", b)
+		l, err := provision(t, `{"header":{"X-A":["{env.HTTPLIFE_TEST_A}"]},"unload":{"path":"/u","body":"{\"key\":\"{env.HTTPLIFE_TEST_B}\"}"}}`)
+		require.NoError(t, err)
+		return l.Fingerprint()
+	}
+	first := of("secret-one", "secret-two")
+	assert.Equal(t, first, of("secret-one", "secret-two"))
+	assert.NotEqual(t, first, of("secret-two", "secret-one"), "swapped")
+	assert.NotEqual(t, first, of("secret-one", "secret-three"))
+	assert.NotContains(t, first, "secret")
+}
+
 func TestAllFaultsAreReportedAtOnce(t *testing.T) {
 	_, err := provision(t, `{
 		"header":{"Bad Name":["x"]},

@@ -144,6 +144,9 @@ func (l *Lifecycle) Open(deps lifecycle.Deps) (lifecycle.Driver, error) {
 	return newDriver(l.plan, deps), nil
 }
 
+// Fingerprint differs where the values of the placeholders do.
+func (l *Lifecycle) Fingerprint() string { return l.plan.fingerprint }
+
 // String names the lifecycle and keeps its headers, which may be secret, to itself.
 func (l *Lifecycle) String() string { return "lifecycle http" }
 
@@ -152,6 +155,7 @@ func (l *Lifecycle) GoString() string { return l.String() }
 
 // Interface guards.
 var (
-	_ caddy.Provisioner = (*Lifecycle)(nil)
-	_ lifecycle.Guest   = (*Lifecycle)(nil)
+	_ caddy.Provisioner       = (*Lifecycle)(nil)
+	_ lifecycle.Guest         = (*Lifecycle)(nil)
+	_ lifecycle.Fingerprinter = (*Lifecycle)(nil)
 )

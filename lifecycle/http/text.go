@@ -51,6 +51,7 @@ func (c *compiler) text(where, in string, kind textKind, withItem bool) text {
 				return
 			}
 			c.secret.addValue(value)
+			c.values[key] = value
 			if kind == jsonText && scan.quoted {
 				value = jsonInside(value)
 			}

@@ -452,7 +452,7 @@ func TestLimitOfCaddysOwnRequestBodyDirectiveIsKept(t *testing.T) {
 func TestTrailersOfAChunkedBodyReachTheServerAsWithoutTheBroker(t *testing.T) {
 	t.Parallel()
 	trailers := make(chan http.Header, 2)
-	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	srv := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		_, _ = io.Copy(io.Discard, r.Body)
 		trailers <- r.Trailer
 	}))

@@ -234,7 +234,8 @@ func TestAlone_WebsocketHearsOfTheQueueWithin50ms(t *testing.T) {
 	require.Equal(t, 1, comfy.Stats().Sockets)
 	require.Equal(t, 200, s.post("/comfyui/interrupt", "").status)
 	require.Equal(t, 200, s.await(speech).status)
-	for !strings.Contains(readSocket(t, conn), `"queue_remaining":0`) {
+	for message := ""; !strings.Contains(message, `"queue_remaining":0`); {
+		message = readSocket(t, conn)
 	}
 	queuePrompt(t, comfy.URL()+"/prompt", longPrompt("60000"))
 	require.Contains(t, readSocket(t, conn), `"queue_remaining":1`, "the websocket outlives the hand-over")
