@@ -205,6 +205,14 @@ func (j *job) Write(p []byte) (int, error) {
 	return j.ResponseWriter.Write(p)
 }
 
+// ReadFrom notes that there is an answer, as Write does.
+func (j *job) ReadFrom(r io.Reader) (int64, error) {
+	if j.status == 0 {
+		j.status = http.StatusOK
+	}
+	return j.ResponseWriterWrapper.ReadFrom(r)
+}
+
 func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
 	for attempt := 1; ; attempt++ {
 		if err := j.acquire(r); err != nil {

@@ -49,12 +49,12 @@ func (b *Broker) Acquire(ctx context.Context, r Request) (Lease, error) {
 
 // submit takes a request in: it has its lease at once, is refused, or waits (then w is not nil).
 func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
-	now := time.Now()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	now := time.Now() // under the lock: the state's time never goes back
 	if r.Submitted.IsZero() {
 		r.Submitted = now
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
 	c := b.consumers[r.Consumer]
 	if c == nil || b.closed {
 		return Lease{}, nil, b.refusedAtOnce(now, r.Consumer, noConsumer(r.Consumer, b.closed))
@@ -82,9 +82,9 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 
 // TryAcquire returns a lease if the job can run at once. It never waits and never refuses.
 func (b *Broker) TryAcquire(r Request) (Lease, bool) {
-	now := time.Now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	now := time.Now()
 	c := b.consumers[r.Consumer]
 	if c == nil || b.closed {
 		return Lease{}, false
@@ -124,12 +124,13 @@ func (b *Broker) await(ctx context.Context, lease Lease, w *waiter) (Lease, erro
 
 // Release ends the job, and says when. A second call does nothing.
 func (l Lease) Release(outcome scheduler.Outcome) (at time.Time) {
-	b, now := l.b, time.Now()
+	b := l.b
 	if b == nil {
-		return now
+		return time.Now()
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	now := time.Now()
 	if !b.closed {
 		b.lastRun = now.Sub(l.Began)
 		effects, wake := b.state.Step(now, scheduler.Release{Job: l.job, Outcome: outcome})

@@ -83,7 +83,8 @@ func (b *Broker) checkBusy(driver lifecycle.Driver, timeout time.Duration, e sch
 	defer cancel()
 	answer := scheduler.BusyAnswer{Slot: e.Slot, Sent: time.Now()}
 	busy, err := driver.Busy(ctx)
-	answer.Busy = busy || err != nil && !errors.Is(err, lifecycle.ErrRefused)
+	answer.Failed = err != nil && !errors.Is(err, lifecycle.ErrRefused)
+	answer.Busy = busy || answer.Failed
 	b.step(answer)
 }
 

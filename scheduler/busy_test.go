@@ -132,3 +132,16 @@ func TestASlotThatServedNobodySinceItBecameReadyStaysThoughItsJobsAreYoung(t *te
 	f.advance(5 * time.Second)
 	require.False(t, f.slot("v").GateOpen)
 }
+
+func TestBusyRouteThatNeverWorksDoesNotHoldTheGPUForEver(t *testing.T) {
+	f := given(t, 16384, lazyServer("comfyui", 10000, async), server("mvoice", 2868))
+	f.deaf["comfyui"] = true
+	f.releaseAs(f.submit("comfyui"), Accepted)
+	h := f.submit("mvoice")
+	f.advance(defaults().DrainTimeout - time.Second)
+	require.Equal(t, 1, f.slot("comfyui").Held)
+	f.requireWaiting(h)
+	f.advance(2 * time.Second)
+	require.Zero(t, f.slot("comfyui").Held)
+	require.Equal(t, "comfyui", f.decided("busy_unknown", "comfyui").Slot)
+}

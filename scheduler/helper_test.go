@@ -62,6 +62,7 @@ type fixture struct {
 	blind string   // … or why it says nothing
 
 	works map[string]bool // servers that say that they work
+	deaf  map[string]bool // servers whose busy route fails
 	asks  []ask
 
 	wake      time.Time
@@ -106,7 +107,7 @@ func given(t *testing.T, total gpu.Bytes, slots ...SlotConfig) *fixture {
 // givenConfig starts a world in which nothing but the GPUs was seen yet.
 func givenConfig(t *testing.T, cfg Config, totals ...gpu.Bytes) *fixture {
 	t.Helper()
-	f := &fixture{t: t, s: New(), now: time.Unix(1_000_000, 0), works: map[string]bool{}, jobs: map[JobID]*handle{}, epochs: map[string]uint64{}}
+	f := &fixture{t: t, s: New(), now: time.Unix(1_000_000, 0), works: map[string]bool{}, deaf: map[string]bool{}, jobs: map[JobID]*handle{}, epochs: map[string]uint64{}}
 	for i, total := range totals {
 		f.cards = append(f.cards, Device{Index: i, UUID: fmt.Sprintf("GPU-%d", i), Total: total * gpu.MiB, Free: total * gpu.MiB, Known: true})
 	}
@@ -184,7 +185,7 @@ func (f *fixture) answer() {
 	for i := 0; i < len(f.asks); i++ {
 		if a := f.asks[i]; !f.now.Before(a.at) {
 			f.asks = slices.Delete(f.asks, i, i+1)
-			f.step(BusyAnswer{Slot: a.slot, Sent: f.now, Busy: f.works[a.slot]})
+			f.step(BusyAnswer{Slot: a.slot, Sent: f.now, Busy: f.works[a.slot] || f.deaf[a.slot], Failed: f.deaf[a.slot]})
 			return
 		}
 	}

@@ -300,6 +300,15 @@ func (s *State) busyAnswer(now time.Time, e BusyAnswer) {
 	}
 	sl.asking = false
 	switch {
+	case !e.Failed:
+		sl.muteSince = time.Time{}
+	case sl.muteSince.IsZero():
+		sl.muteSince = now
+	case now.Sub(sl.muteSince) >= s.cfg.DrainTimeout: // a busy route that never works must not hold the GPU for ever
+		sl.muteSince, e.Busy = time.Time{}, false
+		s.decide(Decision{At: now, Kind: "busy_unknown", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: fmt.Sprintf("its busy route has failed for drain_timeout %s: its work is taken for done", s.cfg.DrainTimeout)})
+	}
+	switch {
 	case e.Busy:
 	case sl.held > 0 && !e.Sent.Before(sl.heldAt):
 		s.ended(sl.held)

@@ -99,7 +99,8 @@ type slot struct {
 	lastPrio int
 
 	gate      gate
-	asking    bool // a CheckBusy is on its way
+	asking    bool      // a CheckBusy is on its way
+	muteSince time.Time // since when every CheckBusy failed; zero: the last was answered
 	stop      stopping
 	unloaded  bool      // its unload route was called since the start
 	retryAt   time.Time // not chosen as victim before: its last unload failed or its drain took too long

@@ -127,9 +127,10 @@ type (
 	}
 	// BusyAnswer answers CheckBusy.
 	BusyAnswer struct {
-		Slot string
-		Sent time.Time
-		Busy bool
+		Slot   string
+		Sent   time.Time
+		Busy   bool
+		Failed bool // the server could not be asked, and is taken for busy
 	}
 	// Probed is what a probe told.
 	Probed struct {
