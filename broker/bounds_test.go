@@ -77,12 +77,13 @@ func TestAWaiterTakesAtMost4KiBOfOurs(t *testing.T) {
 		var m runtime.MemStats
 		runtime.GC()
 		runtime.ReadMemStats(&m)
-		return m.HeapAlloc + m.StackInuse
+		return m.HeapAlloc // the stacks of the clients' goroutines are not ours
 	}
 	before := heap()
 	_, leave := crowd(t, n)
 	each := (int64(heap()) - int64(before)) / n
 	leave()
-	t.Logf("%d bytes a waiter, the stack of its goroutine included", each)
-	require.LessOrEqual(t, each, int64(4096+8192), "the goroutine's stack is net/http's, at least 2 KiB, and 8 KiB here")
+	t.Logf("%d bytes a waiter", each)
+	require.LessOrEqual(t, each, int64(4096))
+	require.Positive(t, each)
 }
