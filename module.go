@@ -101,9 +101,6 @@ func (a *App) Provision(ctx caddy.Context) error {
 
 // loadGuests provisions the sampler and the lifecycles, and remembers what each was made from.
 func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
-	if len(a.GPURaw) == 0 {
-		a.GPURaw = caddyconfig.JSONModuleObject(struct{}{}, "driver", config.DefaultDriver, nil)
-	}
 	g.SamplerKey = hash(a.GPURaw)
 	mod, err := ctx.LoadModule(a, "GPURaw")
 	if err != nil {

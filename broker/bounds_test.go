@@ -41,7 +41,9 @@ func crowd(t testing.TB, n int) (w *world, leave func()) {
 	for range n {
 		clients.Go(func() { _, _ = w.Acquire(ctx, Request{Consumer: "a", Priority: DefaultPriority}) })
 	}
-	for w.Status().Scheduler.QueueDepth < n {
+	deadline := time.Now().Add(30 * time.Second)
+	for w.Status().Scheduler.QueueDepth < n { // queueing has no signal: nobody but a test waits for it
+		require.True(t, time.Now().Before(deadline), "they don't queue")
 		time.Sleep(time.Millisecond)
 	}
 	return w, func() {

@@ -32,7 +32,7 @@ type Broker struct {
 	devices   map[string]gpu.Device       // guarded by mu: the last full reading of each GPU, for display
 
 	current atomic.Pointer[Generation]
-	posts   chan post // to the one goroutine that logs and tells; bounded
+	posts   chan scheduler.Decision // to the one goroutine that logs and tells; bounded
 	dropped atomic.Int64
 
 	ctx    context.Context // ends with Close
@@ -60,7 +60,7 @@ func New() *Broker {
 		consumers: map[string]*consumer{},
 		devices:   map[string]gpu.Device{},
 		changed:   make(chan struct{}),
-		posts:     make(chan post, 1024),
+		posts:     make(chan scheduler.Decision, 1024),
 	}
 	b.ctx, b.cancel = context.WithCancel(context.Background())
 	b.tasks.Go(b.tell)

@@ -357,7 +357,7 @@ func TestLostTelemetryDegradesAndComesBack(t *testing.T) {
 		w.gpu.mu.Lock()
 		w.gpu.lost = nil
 		w.gpu.mu.Unlock()
-		time.Sleep(3 * time.Second)
+		time.Sleep(3 * time.Second) // of the bubble's clock: the one after it
 		require.Empty(t, w.Status().Degraded)
 	})
 }

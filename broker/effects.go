@@ -94,7 +94,7 @@ func (b *Broker) startProbes(c *consumer) {
 		c.stopProbes()
 		c.stopProbes = nil
 	}
-	if !c.traits.Health || c.cfg.Enabled == "off" {
+	if !c.traits.Health || !c.cfg.IsEnabled() {
 		return
 	}
 	ctx, cancel := context.WithCancel(b.ctx)

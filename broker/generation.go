@@ -151,19 +151,19 @@ func (b *Broker) rule(g *Generation, opened map[string]lifecycle.Driver) {
 
 func schedulerConfig(c *config.Broker) scheduler.Config {
 	return scheduler.Config{
-		Mode:       map[string]scheduler.Mode{"locked": scheduler.Locked, "passthrough": scheduler.Passthrough}[c.Scheduler],
-		LockGlobal: c.Lock == "global", Cushion: c.Cushion, Reserve: c.Reserve, MaxQueue: c.MaxQueue, MaxEvictions: c.MaxEvictions,
+		Mode:       map[string]scheduler.Mode{config.Locked: scheduler.Locked, config.Passthrough: scheduler.Passthrough}[c.Scheduler],
+		LockGlobal: c.Lock == config.LockGlobal, Cushion: c.Cushion, Reserve: c.Reserve, MaxQueue: c.MaxQueue, MaxEvictions: c.MaxEvictions,
 		EvictWait: time.Duration(c.EvictWait), DrainTimeout: time.Duration(c.DrainTimeout),
 		AbandonAfter: time.Duration(c.AbandonAfter), OutsiderWait: time.Duration(c.OutsiderWait),
-		Overtake: *c.Overtake, Hold: *c.Hold,
-		OvertakeMin: time.Duration(*c.OvertakeMin), OvertakeMax: time.Duration(*c.OvertakeMax), LockOvertake: time.Duration(*c.LockOvertake),
+		Overtake: c.EffectiveOvertake(), Hold: c.EffectiveHold(),
+		OvertakeMin: c.EffectiveOvertakeMin(), OvertakeMax: c.EffectiveOvertakeMax(), LockOvertake: c.EffectiveLockOvertake(),
 	}
 }
 
 func slotConfig(c *config.Consumer, t lifecycle.Traits) scheduler.SlotConfig {
 	return scheduler.SlotConfig{
-		Name: c.Name, Disabled: c.Enabled == "off", GPUs: []int{c.GPU}, Claim: c.VRAM, Residual: c.Residual, Concurrency: c.Concurrency,
-		LockNone: c.Lock == "none", Coexist: c.CanCoexistWith, Pin: c.Pin, NoEvict: c.NoEvict, VRAMManaged: c.VRAMManaged,
+		Name: c.Name, Disabled: !c.IsEnabled(), GPUs: []int{c.GPU}, Claim: c.VRAM, Residual: c.Residual, Concurrency: c.Concurrency,
+		LockNone: !c.NeedsLock(), Coexist: c.CanCoexistWith, Pin: c.Pin, NoEvict: c.NoEvict, VRAMManaged: c.VRAMManaged,
 		KeepAlive: time.Duration(c.KeepAlive), SwitchCost: time.Duration(c.SwitchCost), Budget: time.Duration(c.Budget), Async: c.Async,
 		CanLoad: t.Load, CanUnload: t.Unload, CanProbe: t.Health, CanTell: t.Residency, CanBusy: t.Busy,
 	}

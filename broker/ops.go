@@ -92,9 +92,11 @@ func (b *Broker) UnloadByHand(ctx context.Context, name string, force bool) erro
 // unload is what became of an unload of a consumer since then: it may be loaded
 // again by the time that anybody looks. Neither: it is under way.
 func (r *ring) unload(name string, since time.Time) (done bool, failure string) {
-	list := r.list()
-	for i := len(list) - 1; i >= 0 && !list[i].At.Before(since); i-- {
-		if d := list[i]; d.Slot == name {
+	for d := range r.latest {
+		if d.At.Before(since) {
+			break
+		}
+		if d.Slot == name {
 			switch d.Kind {
 			case "unloaded", "evicted", "gone":
 				return true, ""

@@ -32,6 +32,16 @@ func (r *ring) add(d scheduler.Decision) {
 	r.full = r.full || r.next == 0
 }
 
+// latest goes through the decisions, the newest first.
+func (r *ring) latest(yield func(*scheduler.Decision) bool) {
+	for i := 1; i <= ringSize; i++ {
+		at := (r.next - i + ringSize) % ringSize
+		if !r.full && at >= r.next || !yield(&r.items[at]) {
+			return
+		}
+	}
+}
+
 // list is oldest first.
 func (r *ring) list() []scheduler.Decision {
 	var out []scheduler.Decision
@@ -40,9 +50,6 @@ func (r *ring) list() []scheduler.Decision {
 	}
 	return append(out, r.items[:r.next]...)
 }
-
-// post is one thing to tell.
-type post struct{ decision scheduler.Decision }
 
 // record keeps a decision, wakes those who watch, and hands it to the goroutine that tells. It holds mu.
 func (b *Broker) record(d scheduler.Decision) {
@@ -53,7 +60,7 @@ func (b *Broker) record(d scheduler.Decision) {
 	close(b.changed)
 	b.changed = make(chan struct{})
 	select {
-	case b.posts <- post{d}:
+	case b.posts <- d:
 	default: // a flood of refusals: the ring has the latest, the log says how many it lacks
 		b.dropped.Add(1)
 	}
@@ -65,7 +72,7 @@ func (b *Broker) tell() {
 		select {
 		case <-b.ctx.Done():
 			return
-		case p := <-b.posts:
+		case d := <-b.posts:
 			if n := b.dropped.Swap(0); n > 0 {
 				b.logger().Warn("decisions not logged", zap.Int64("count", n))
 			}
@@ -73,9 +80,9 @@ func (b *Broker) tell() {
 			if g == nil {
 				continue
 			}
-			logDecision(b.logger(), p.decision)
+			logDecision(b.logger(), d)
 			if g.Observer != nil {
-				g.Observer.Decided(p.decision)
+				g.Observer.Decided(d)
 			}
 		}
 	}

@@ -84,7 +84,8 @@ type Driver interface {
 	Unload(ctx context.Context) (confirmed bool, err error)
 	// Busy asks once whether the server works, whoever gave it the work.
 	Busy(ctx context.Context) (bool, error)
-	// Close frees what Open took. The broker calls it once.
+	// Close frees what Open took. The broker calls it once; calls of the other
+	// methods may still run then, after a reload that replaced the driver, and must end as they would.
 	Close() error
 }
 

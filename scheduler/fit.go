@@ -139,7 +139,8 @@ func (s *State) neverFits(t *slot) *Refusal {
 func (s *State) inTheWay(t *slot) string {
 	var parts []string
 	s.cards(t, func(c *card, _ *holding) {
-		l := account(s.sheet(c, t).card, s.sheet(c, t).entries, nil)
+		sh := s.sheet(c, t)
+		l := account(sh.card, sh.entries, nil)
 		if l.Outsiders > 0 {
 			part := fmt.Sprintf("programs that are none of the broker's hold %s", l.Outsiders)
 			if len(c.Outsiders) > 0 {

@@ -341,14 +341,3 @@ func (s *State) FastSampling() bool {
 	}
 	return s.waiting > 0 && slices.ContainsFunc(s.gpus, (*card).doubtful)
 }
-
-// Transitions says whether a load or unload is under way: the process lists of
-// samples are then worth their price less often.
-func (s *State) Transitions() bool {
-	for _, sl := range s.slots {
-		if sl.state == Loading || sl.state == Stopping {
-			return true
-		}
-	}
-	return false
-}

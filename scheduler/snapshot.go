@@ -50,7 +50,6 @@ type SlotView struct {
 	LastPrio  int
 	Pinned    bool
 	CoolUntil time.Time
-	Warming   bool
 	Switch    time.Duration
 	CanUnload bool
 	CanLoad   bool
@@ -80,7 +79,8 @@ const snapshotQueue = 100
 func (s *State) Snapshot() Snapshot {
 	out := Snapshot{Waiting: s.waiting, Running: s.running, Counts: s.counts}
 	for _, c := range s.gpus {
-		l := account(s.sheet(c, nil).card, s.sheet(c, nil).entries, nil)
+		sh := s.sheet(c, nil)
+		l := account(sh.card, sh.entries, nil)
 		v := GPUView{Device: c.Device, Used: l.Used, Outsiders: l.Outsiders, Booked: l.Booked,
 			Overcommitted: l.Booked > c.Total-s.cfg.Reserve, Owner: name(s.owner(c.Index)), SeenAt: c.seenAt}
 		if !c.Known && !c.Lost {
@@ -109,7 +109,7 @@ func (s *State) view(sl *slot) SlotView {
 	v := SlotView{Name: sl.cfg.Name, Disabled: sl.cfg.Disabled, Gone: sl.gone, State: sl.state, GateOpen: !sl.gate.closed, DrainFor: name(sl.gate.target),
 		Health: [...]string{"unknown", "healthy", "unhealthy"}[sl.health], Detail: sl.detail, Active: sl.active, Held: sl.held,
 		Waiting: sl.queue.count, Why: sl.why, Claim: sl.cfg.Claim, LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio,
-		Pinned: sl.cfg.Pin, CoolUntil: sl.coolUntil, Warming: sl.warming, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad}
+		Pinned: sl.cfg.Pin, CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad}
 	for _, h := range sl.on {
 		hv := HoldView{GPU: h.card, Booking: Entry{State: sl.state, Booking: h.booking, Residue: h.residue}.booked(), Residue: h.residue}
 		if c := s.card(h.card); c != nil {

@@ -173,7 +173,7 @@ func TestKilledServerFreesItsMemoryEvenBeforeItIsReaped(t *testing.T) {
 		if time.Now().After(deadline) {
 			t.Fatal("memory of a killed server is still used")
 		}
-		time.Sleep(time.Millisecond)
+		time.Sleep(time.Millisecond) // a kill is over when the kernel says so: it sends us no signal before we reap
 	}
 	if _, err := os.Stat(filepath.Join(dir, strconv.Itoa(command.Process.Pid)+"-victim")); !os.IsNotExist(err) {
 		t.Errorf("the dead server's file is left: %v", err)
