@@ -29,8 +29,10 @@ var active atomic.Pointer[pooled]
 // `GET /gpu_broker/decisions` | as the handler's decisions
 // `POST /gpu_broker/consumers/<name>/load` | loads it, in its turn
 // `POST /gpu_broker/consumers/<name>/unload` | lets running work finish, then unloads it; a pinned one only with `?force=true`
+// `POST /gpu_broker/consumers/<name>/drain`, `POST /gpu_broker/drain` | takes no more requests for it, or for all, and waits until none runs
+// `POST /gpu_broker/consumers/<name>/resume`, `POST /gpu_broker/resume` | takes requests again
 //
-// Both answer when it is done, at most after `?wait=` (default 5m), and then with 202.
+// They answer when it is done, at most after `?wait=` (default 5m), and then with 202.
 type Admin struct{}
 
 // CaddyModule returns the Caddy module information.
@@ -61,27 +63,37 @@ func (Admin) serve(w http.ResponseWriter, r *http.Request) error {
 		}
 		return writeJSON(w, doc(p))
 	}
-	if parts := strings.Split(rest, "/"); len(parts) == 3 && parts[0] == "consumers" {
-		if act := actions[parts[2]]; act != nil {
-			if r.Method != http.MethodPost {
-				return methodNotAllowed(w, "POST")
-			}
-			return perform(w, r, p.broker, parts[1], act)
+	name, what := "", rest
+	if parts := strings.Split(rest, "/"); len(parts) == 3 && parts[0] == "consumers" && parts[1] != "" {
+		name, what = parts[1], parts[2]
+	}
+	if act, ok := actions[what]; ok && (name != "" || act.all) {
+		if r.Method != http.MethodPost {
+			return methodNotAllowed(w, "POST")
 		}
+		return perform(w, r, p.broker, name, act.do)
 	}
 	return caddy.APIError{HTTPStatus: http.StatusNotFound,
-		Err: fmt.Errorf("no such route: %s; there are status, decisions, healthz, consumers/<name>/load and consumers/<name>/unload", r.URL.Path)}
+		Err: fmt.Errorf("no such route: %s; there are status, decisions, healthz, drain, resume, and of consumers/<name>/: load, unload, drain, resume", r.URL.Path)}
 }
 
-// actions are what can be asked of a consumer by hand.
-var actions = map[string]func(ctx context.Context, b *broker.Broker, name string, force bool) error{
-	"load": func(ctx context.Context, b *broker.Broker, name string, _ bool) error { return b.LoadByHand(ctx, name) },
-	"unload": func(ctx context.Context, b *broker.Broker, name string, force bool) error {
+// action does something with a consumer, or with all if the name is empty.
+type action func(ctx context.Context, b *broker.Broker, name string, force bool) error
+
+// actions are what can be asked for by hand.
+var actions = map[string]struct {
+	do  action
+	all bool // can be done with all
+}{
+	"load": {do: func(ctx context.Context, b *broker.Broker, name string, _ bool) error { return b.LoadByHand(ctx, name) }},
+	"unload": {do: func(ctx context.Context, b *broker.Broker, name string, force bool) error {
 		return b.UnloadByHand(ctx, name, force)
-	},
+	}},
+	"drain":  {all: true, do: func(ctx context.Context, b *broker.Broker, name string, _ bool) error { return b.Drain(ctx, name) }},
+	"resume": {all: true, do: func(_ context.Context, b *broker.Broker, name string, _ bool) error { return b.Resume(name) }},
 }
 
-func perform(w http.ResponseWriter, r *http.Request, b *broker.Broker, name string, act func(context.Context, *broker.Broker, string, bool) error) error {
+func perform(w http.ResponseWriter, r *http.Request, b *broker.Broker, name string, act action) error {
 	q := r.URL.Query()
 	wait := adminWait
 	if text := q.Get("wait"); text != "" {
@@ -95,14 +107,21 @@ func perform(w http.ResponseWriter, r *http.Request, b *broker.Broker, name stri
 	defer cancel()
 	force := q.Get("force") == "true" || q.Get("force") == "1"
 	err := act(ctx, b, name, force)
+	done := func(is bool) error {
+		doc := map[string]any{"done": is}
+		if name != "" {
+			doc["consumer"] = name
+		}
+		return writeJSON(w, doc)
+	}
 	var refused *broker.Refused
 	status := http.StatusInternalServerError
 	switch {
 	case err == nil:
-		return writeJSON(w, map[string]any{"consumer": name, "done": true})
+		return done(true)
 	case errors.Is(err, context.DeadlineExceeded):
 		w.WriteHeader(http.StatusAccepted)
-		return writeJSON(w, map[string]any{"consumer": name, "done": false})
+		return done(false)
 	case errors.Is(err, broker.ErrUnknownConsumer):
 		status = http.StatusNotFound
 	case errors.Is(err, broker.ErrPinned), errors.Is(err, broker.ErrCannot):

@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -53,6 +54,7 @@ type Handler struct {
 	bypass   config.RoutePatterns
 	touch    config.RoutePatterns
 	maxBody  int64
+	maxRun   time.Duration // 0: no bound
 	headers  bool
 
 	// Made once, so that a warm request doesn't have to.
@@ -103,6 +105,9 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	h.touch = patterns(h.consumer.Touch, h.Touch)
 	if h.maxBody = int64(h.MaxBody); h.maxBody == 0 {
 		h.maxBody = int64(h.app.MaxBody)
+	}
+	if h.maxRun = h.consumer.LongestRun(); h.MaxRun != nil {
+		h.maxRun = time.Duration(*h.MaxRun)
 	}
 	h.headers = h.app.HeadersOn() && h.Headers != config.Off
 	if h.Headers == config.On {
@@ -174,6 +179,11 @@ type job struct {
 	status    int
 	lease     broker.Lease
 	leased    bool
+
+	// Of the list of those that run.
+	next, prev *job
+	request    *http.Request
+	isCut      atomic.Bool // nothing more may be written
 }
 
 var jobs = sync.Pool{New: func() any { return new(job) }}
@@ -185,7 +195,8 @@ func (j *job) done() {
 	if j.body != nil {
 		j.body.Close()
 	}
-	*j = job{}
+	j.ResponseWriterWrapper, j.handler, j.repl, j.submitted, j.body, j.status, j.lease, j.leased = caddyhttp.ResponseWriterWrapper{}, nil, nil, time.Time{}, nil, 0, broker.Lease{}, false
+	j.isCut.Store(false)
 	jobs.Put(j)
 }
 
@@ -201,6 +212,9 @@ func (j *job) WriteHeader(status int) {
 func (j *job) Write(p []byte) (int, error) {
 	if j.status == 0 {
 		j.status = http.StatusOK
+	}
+	if j.isCut.Load() {
+		return 0, errCut
 	}
 	return j.ResponseWriter.Write(p)
 }
@@ -240,7 +254,7 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 // place is there at once: only a body that was read to its end lets HTTP/1 tell us that the client left.
 func (j *job) acquire(r *http.Request) error {
 	h := j.handler
-	if err := h.app.waitStarted(r.Context()); err != nil {
+	if err := h.app.waitRuled(r.Context(), h.Consumer); err != nil {
 		return err
 	}
 	req := broker.Request{Consumer: h.Consumer, Priority: broker.DefaultPriority, Budget: time.Duration(h.Budget)}
@@ -335,17 +349,41 @@ func timing(queued, loading time.Duration) string {
 func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) (err error) {
 	j.ResponseWriterWrapper.ResponseWriter = w
 	j.status = 0
-	completed := false
+	inner, completed := r, false
+	if limit := j.handler.maxRun; limit > 0 {
+		ctx, cancel := context.WithTimeoutCause(r.Context(), limit, errMaxRun)
+		defer cancel()
+		inner = r.WithContext(ctx)
+	}
+	running := &j.handler.pool.running
+	running.add(j, r)
 	defer func() {
-		ended := j.lease.Release(j.outcome(r, err, completed))
+		running.remove(j)
+		outcome := j.outcome(r, err, completed)
+		if ranOut(inner) && outcome == scheduler.ServerDied { // it is us who ended it
+			outcome = scheduler.NoAnswer
+		}
+		ended := j.lease.Release(outcome)
 		j.leased = false
 		j.handler.ran.Observe(ended.Sub(j.lease.Began).Seconds())
 		j.spans(r.Context(), j.lease.Began, ended)
 	}()
-	err = next.ServeHTTP(j, r)
+	err = next.ServeHTTP(j, inner)
 	completed = true
+	if err != nil && j.status == 0 && ranOut(inner) {
+		return &failure{status: http.StatusGatewayTimeout, code: string(scheduler.BudgetExceeded),
+			message: fmt.Sprintf("consumer %q had no answer within max_run %s", j.handler.Consumer, j.handler.maxRun)}
+	}
 	return err
 }
+
+var (
+	errMaxRun = errors.New("the request has run for max_run")
+	errCut    = errors.New("the process ends")
+)
+
+// ranOut says whether a request has run for longer than it may.
+func ranOut(r *http.Request) bool { return errors.Is(context.Cause(r.Context()), errMaxRun) }
 
 // outcome is how the job ended, as far as the scheduler has to know.
 func (j *job) outcome(r *http.Request, err error, completed bool) scheduler.Outcome {

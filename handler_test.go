@@ -13,12 +13,27 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	_ "github.com/caddyserver/caddy/v2/modules/filestorage"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
 )
+
+// TestMain keeps what Caddy writes about its instance out of the home folder.
+func TestMain(m *testing.M) {
+	dir, err := os.MkdirTemp("", "gpu-broker-test-")
+	if err == nil {
+		err = os.Setenv("XDG_DATA_HOME", dir)
+	}
+	if err != nil {
+		panic(err)
+	}
+	code := m.Run()
+	_ = os.RemoveAll(dir)
+	os.Exit(code)
+}
 
 // newApp provisions an app with these consumers, and does not start it.
 func newApp(t testing.TB, consumers ...map[string]any) (*App, caddy.Context) {
@@ -28,7 +43,9 @@ func newApp(t testing.TB, consumers ...map[string]any) (*App, caddy.Context) {
 		"consumers": consumers,
 	})
 	require.NoError(t, err)
-	ctx, err := caddy.ProvisionContext(&caddy.Config{Admin: &caddy.AdminConfig{Disabled: true}, AppsRaw: caddy.ModuleMap{"gpu_broker": raw}})
+	storage, err := json.Marshal(map[string]any{"module": "file_system", "root": t.TempDir()})
+	require.NoError(t, err)
+	ctx, err := caddy.ProvisionContext(&caddy.Config{Admin: &caddy.AdminConfig{Disabled: true}, StorageRaw: storage, AppsRaw: caddy.ModuleMap{"gpu_broker": raw}})
 	require.NoError(t, err)
 	mod, err := ctx.App("gpu_broker")
 	require.NoError(t, err)
@@ -62,7 +79,7 @@ func (h *Handler) inFlight() int { return h.pool.broker.Status().Scheduler.InFli
 
 // Caddy starts its apps in any order: the site may be there before the broker knows its newest consumer.
 func TestARequestBeforeItsConfigurationRulesWaitsForIt(t *testing.T) {
-	newHandler(t) // an earlier configuration rules
+	earlier := newHandler(t)
 	app, ctx := newApp(t, map[string]any{"name": "b", "vram": "1GiB"})
 	h := &Handler{Route: gpucaddyfile.Route{Consumer: "b"}}
 	require.NoError(t, h.Provision(ctx))
@@ -74,19 +91,45 @@ func TestARequestBeforeItsConfigurationRulesWaitsForIt(t *testing.T) {
 	require.Equal(t, statusClientLeft, w.Code, "it was refused, not kept waiting")
 
 	require.NoError(t, app.Start())
+	require.NoError(t, earlier.app.Stop())
 	w, r = request("GET", "/work")
 	require.NoError(t, h.ServeHTTP(w, r, nothing))
 	require.Equal(t, http.StatusOK, w.Code)
 }
 
+// Before its configuration rules, and if that never comes to be, a request for
+// a consumer that is there already is served as it was before.
+func TestARequestBeforeItsConfigurationRulesIsServedIfItsConsumerIsThere(t *testing.T) {
+	newHandler(t)
+	_, ctx := newApp(t, map[string]any{"name": "a", "vram": "1GiB"})
+	h := &Handler{Route: gpucaddyfile.Route{Consumer: "a"}}
+	require.NoError(t, h.Provision(ctx))
+	w, r := request("GET", "/work")
+	require.NoError(t, h.ServeHTTP(w, r, nothing))
+	require.Equal(t, http.StatusOK, w.Code)
+}
+
+func TestARequestOfAConfigurationThatNeverCameToRuleIsRefusedAtOnce(t *testing.T) {
+	newHandler(t)
+	app, ctx := newApp(t, map[string]any{"name": "b", "vram": "1GiB"})
+	h := &Handler{Route: gpucaddyfile.Route{Consumer: "b"}}
+	require.NoError(t, h.Provision(ctx))
+	require.NoError(t, app.Start())
+	require.NoError(t, app.Stop()) // another app failed
+	w, r := request("GET", "/work")
+	require.NoError(t, h.ServeHTTP(w, r, nothing))
+	require.Equal(t, http.StatusServiceUnavailable, w.Code)
+	require.Contains(t, w.Body.String(), "not_running")
+}
+
 func TestARequestDoesNotWaitForItsConfigurationForEver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		a := &App{started: make(chan struct{})}
+		b := broker.New()
+		defer b.Close()
+		a := &App{pool: &pooled{broker: b}, generation: &broker.Generation{}}
 		began := time.Now()
-		require.ErrorIs(t, a.waitStarted(t.Context()), errNotStarted)
+		require.ErrorIs(t, a.waitRuled(t.Context(), "a"), errNotStarted)
 		require.Equal(t, startWait, time.Since(began))
-		close(a.started)
-		require.NoError(t, a.waitStarted(t.Context()))
 	})
 }
 

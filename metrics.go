@@ -23,7 +23,7 @@ var metrics = struct {
 	load:           histogram("load_seconds", "How long loads took."),
 	unload:         histogram("unload_seconds", "How long unloads took, until the memory was back."),
 	errors:         counter("errors_total", "Requests that were refused or failed, by code.", "consumer", "code"),
-	unloads:        counter("evictions_total", "Successful unloads, by reason: evict (made for room) or manual.", "consumer", "reason"),
+	unloads:        counter("evictions_total", "Successful unloads, by reason: evict (made for room), idle or manual.", "consumer", "reason"),
 	loads:          counter("loads_total", "Loads that were decided.", "consumer"),
 	loadFailures:   counter("load_failures_total", "Loads that failed.", "consumer"),
 	unloadFailures: counter("unload_failures_total", "Unloads that failed: the model stayed.", "consumer"),
@@ -151,6 +151,9 @@ func (observer) Count(d scheduler.Decision) {
 	case "unloaded":
 		metrics.unloads.WithLabelValues(d.Slot, "manual").Inc()
 		metrics.unload.WithLabelValues(d.Slot).Observe(d.Took)
+	case "idle_unloaded":
+		metrics.unloads.WithLabelValues(d.Slot, "idle").Inc()
+		metrics.unload.WithLabelValues(d.Slot).Observe(d.Took)
 	case "unload_failed":
 		metrics.unloadFailures.WithLabelValues(d.Slot).Inc()
 	}
@@ -158,7 +161,7 @@ func (observer) Count(d scheduler.Decision) {
 
 // eventNames are the decisions that are Caddy events, under the names that users subscribe to.
 var eventNames = map[string]string{
-	"loaded": "loaded", "unloaded": "unloaded", "evicted": "evicted", "load_failed": "load_failed", "gpu_lost": "gpu_unhealthy",
+	"loaded": "loaded", "unloaded": "unloaded", "idle_unloaded": "unloaded", "evicted": "evicted", "load_failed": "load_failed", "gpu_lost": "gpu_unhealthy",
 }
 
 // Decided implements broker.Observer.

@@ -44,18 +44,20 @@ type App struct {
 
 	pool       *pooled
 	generation *broker.Generation
-	started    chan struct{} // closed by Start
 }
 
 // pooled is what outlives every configuration of a process.
 type pooled struct {
 	broker  *broker.Broker
 	buffers *routing.Buffers
+	running runs
+	grace   graceTimer
 }
 
 // Destruct ends it, when the last configuration goes.
 func (p *pooled) Destruct() error {
 	active.CompareAndSwap(p, nil)
+	p.grace.stop()
 	p.broker.Close()
 	return nil
 }
@@ -85,6 +87,10 @@ func (a *App) Provision(ctx caddy.Context) error {
 		return fmt.Errorf("getting the events app: %w", err)
 	}
 	g.Observer = observer{ctx: ctx, events: events.(*caddyevents.App)}
+	g.Store = &store{storage: ctx.Storage()}
+	if err := events.(*caddyevents.App).On("stopping", stopping{a}); err != nil {
+		return fmt.Errorf("subscribing to Caddy's end: %w", err)
+	}
 	if err := registerMetrics(ctx.GetMetricsRegistry()); err != nil {
 		return err
 	}
@@ -95,7 +101,7 @@ func (a *App) Provision(ctx caddy.Context) error {
 	if err != nil {
 		return err
 	}
-	a.pool, a.generation, a.started = value.(*pooled), g, make(chan struct{})
+	a.pool, a.generation = value.(*pooled), g
 	return nil
 }
 
@@ -155,9 +161,9 @@ func hash(parts ...[]byte) string {
 	return hex.EncodeToString(h.Sum(nil))
 }
 
-// Start makes this configuration the ruling one.
+// Start hands this configuration in. It rules as soon as Caddy stops the one
+// before it, after all apps have started.
 func (a *App) Start() error {
-	defer close(a.started)
 	active.Store(a.pool)
 	return a.pool.broker.Push(a.generation)
 }
@@ -168,18 +174,25 @@ var errNotStarted = errors.New("the broker has not taken up this configuration y
 // startWait is how long a request that came before its configuration rules waits for it.
 const startWait = 10 * time.Second
 
-// waitStarted waits until this configuration rules: Caddy starts its apps in any
-// order, so requests may come before, also for a consumer that no earlier configuration has.
-func (a *App) waitStarted(ctx context.Context) error {
+// waitRuled waits until this configuration rules, if it brings a consumer that
+// no earlier one has: Caddy starts its apps in any order, so requests come before.
+func (a *App) waitRuled(ctx context.Context, consumer string) error {
+	ruled := a.generation.Ruled()
 	select {
-	case <-a.started:
+	case <-ruled:
 		return nil
 	default:
+	}
+	if a.pool.broker.Knows(consumer) {
+		return nil
 	}
 	t := time.NewTimer(startWait)
 	defer t.Stop()
 	select {
-	case <-a.started:
+	case <-ruled:
+		if !a.pool.broker.Knows(consumer) { // it never came to rule
+			return errNotStarted
+		}
 		return nil
 	case <-ctx.Done():
 		return context.Cause(ctx)
@@ -188,7 +201,7 @@ func (a *App) waitStarted(ctx context.Context) error {
 	}
 }
 
-// Stop takes this configuration away; the newest that is left rules.
+// Stop takes this configuration away; the next rules.
 func (a *App) Stop() error {
 	a.pool.broker.Pop(a.generation)
 	return nil

@@ -135,6 +135,7 @@ func (l Lease) Release(outcome scheduler.Outcome) (at time.Time) {
 		b.lastRun = now.Sub(l.Began)
 		effects, wake := b.state.Step(now, scheduler.Release{Job: l.job, Outcome: outcome})
 		b.act(now, effects, wake)
+		b.ended()
 	}
 	return now
 }

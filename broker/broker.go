@@ -31,6 +31,13 @@ type Broker struct {
 	sampler   *samplerLoop                // guarded by mu
 	devices   map[string]gpu.Device       // guarded by mu: the last full reading of each GPU, for display
 
+	released chan struct{} // guarded by mu: closed when a job ends; nil: nobody waits for that
+	keeping  bool          // guarded by mu: the loop that saves runs
+
+	saving   sync.Mutex // guards what follows, and calls of the store
+	recalled bool
+	saved    []byte // the document as it is in the store
+
 	current atomic.Pointer[Generation]
 	posts   chan scheduler.Decision // to the one goroutine that logs and tells; bounded
 	dropped atomic.Int64
@@ -83,6 +90,11 @@ func (b *Broker) Close() {
 			w.refusal = &scheduler.Refusal{Code: scheduler.Draining, Message: "the broker is stopping", RetryAfter: 5 * time.Second}
 			close(w.ready)
 		}
+		for _, g := range b.gens[min(1, len(b.gens)):] {
+			g.discard()
+			close(g.ruled)
+		}
+		b.gens = nil
 	}
 	b.mu.Unlock()
 	b.tasks.Wait()
@@ -90,6 +102,7 @@ func (b *Broker) Close() {
 		for _, c := range b.consumers { // nobody else is left
 			_ = c.driver.Close()
 		}
+		b.save()
 	}
 }
 
@@ -101,6 +114,7 @@ func (b *Broker) step(e scheduler.Event) {
 		now := time.Now()
 		effects, wake := b.state.Step(now, e)
 		b.act(now, effects, wake)
+		b.ended()
 		switch e.(type) {
 		case scheduler.UnloadDone, scheduler.LoadDone:
 			if b.sampler != nil && b.state.FastSampling() {
@@ -170,6 +184,14 @@ func (b *Broker) grant(now time.Time, id scheduler.JobID, r *scheduler.Refusal) 
 	w.queued = max(0, now.Sub(w.since)-w.loading)
 	w.upstream, w.async = w.consumer.upstream, w.consumer.async
 	close(w.ready)
+}
+
+// ended wakes those who wait for jobs to end. It holds mu.
+func (b *Broker) ended() {
+	if b.released != nil {
+		close(b.released)
+		b.released = nil
+	}
 }
 
 func (b *Broker) logger() *zap.Logger {

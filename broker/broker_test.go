@@ -266,6 +266,7 @@ func TestUnloadByHandIsDoneThoughTheServerIsLoadedAgainAtOnce(t *testing.T) {
 		w.servers["a"] = newServer(w.gpu, 4*gpu.GiB)
 		w.servers["a"].traits = lifecycle.Traits{Unload: true, Health: true}
 		require.NoError(t, w.Push(w.generation(t, nil, server("a", 4*gpu.GiB))))
+		w.Pop(w.gen)
 		l, err := w.Acquire(context.Background(), Request{Consumer: "a"})
 		require.NoError(t, err)
 		done, admitted := make(chan error), make(chan Lease)
@@ -306,6 +307,7 @@ func TestAJobThatWaitedThroughAReloadGoesToTheServersNewAddress(t *testing.T) {
 		moved := server("a", 4*gpu.GiB)
 		moved.Upstream = "127.0.0.1:2"
 		require.NoError(t, w.Push(w.generation(t, nil, moved)))
+		w.Pop(w.gen)
 		running.Release(scheduler.Served)
 		l := <-admitted
 		require.Equal(t, "127.0.0.1:2", l.Upstream)

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"time"
 
 	"go.uber.org/zap"
@@ -24,6 +25,17 @@ type Generation struct {
 	Keys       map[string]string // of the lifecycles, by consumer
 	Logger     *zap.Logger
 	Observer   Observer
+	Store      Store // where what was learnt is kept; nil: nowhere
+
+	once   sync.Once
+	ruled  chan struct{}               // see Ruled
+	opened map[string]lifecycle.Driver // of the consumers that are new or changed, until it rules
+}
+
+// Ruled is closed once the generation rules, or never will.
+func (g *Generation) Ruled() <-chan struct{} {
+	g.once.Do(func() { g.ruled = make(chan struct{}) })
+	return g.ruled
 }
 
 // consumer is a model server as the broker knows it. Its fields are guarded by the broker's mutex.
@@ -56,25 +68,32 @@ func (c *consumer) loadedSince(since time.Time) time.Duration {
 	return max(0, c.loadEnded.Sub(began))
 }
 
-// Push makes a generation the ruling one. The first starts the broker. An
-// error leaves everything as it was.
+// Push takes in a generation. The first starts the broker. A later one rules
+// as soon as those before it are popped, which is when Caddy stops them: until
+// then something else of its configuration may fail, and it must not have had any effect.
 func (b *Broker) Push(g *Generation) error {
+	if learnt, first := b.recall(g); first {
+		b.step(scheduler.Recall{Learnt: learnt})
+	}
+	g.Ruled()
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.closed {
 		return errors.New("the broker is stopping")
 	}
-	opened, err := b.open(g) // in the same step: no consumer may go in between whose driver was taken for open
+	opened, err := b.open(g)
 	if err != nil {
 		return err
 	}
+	g.opened = opened
 	b.gens = append(b.gens, g)
-	b.rule(g, opened)
+	if len(b.gens) == 1 {
+		b.rule(g)
+	}
 	return nil
 }
 
-// Pop takes a generation away. The newest that is left rules: so a
-// configuration that failed to start is undone.
+// Pop takes a generation away. If it ruled, the next rules; the last one goes on ruling until Close.
 func (b *Broker) Pop(g *Generation) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -82,18 +101,28 @@ func (b *Broker) Pop(g *Generation) {
 	if i < 0 {
 		return
 	}
-	ruled := i == len(b.gens)-1
 	b.gens = slices.Delete(b.gens, i, i+1)
-	if !ruled || len(b.gens) == 0 || b.closed {
-		return
+	if i > 0 { // it never ruled
+		g.discard()
+		close(g.ruled)
+	} else if len(b.gens) > 0 && !b.closed {
+		b.rule(b.gens[0])
 	}
-	back := b.gens[len(b.gens)-1]
-	opened, err := b.open(back)
-	if err != nil { // its drivers were opened before
-		b.logger().Error("going back to the earlier configuration", zap.Error(err))
-		return
+}
+
+// discard closes the drivers of a generation that does not rule after all.
+func (g *Generation) discard() {
+	for _, d := range g.opened {
+		_ = d.Close()
 	}
-	b.rule(back, opened)
+	g.opened = nil
+}
+
+// Knows says whether there is a consumer of this name.
+func (b *Broker) Knows(consumer string) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.consumers[consumer] != nil
 }
 
 // open opens the drivers of the consumers that are new or changed. It holds mu:
@@ -101,7 +130,7 @@ func (b *Broker) Pop(g *Generation) {
 func (b *Broker) open(g *Generation) (map[string]lifecycle.Driver, error) {
 	opened := map[string]lifecycle.Driver{}
 	for _, cc := range g.Config.Consumers {
-		if c := b.consumers[cc.Name]; c != nil && c.key == g.Keys[cc.Name] {
+		if c := b.consumers[cc.Name]; c != nil && c.key == g.Keys[cc.Name] && !b.leaves(cc.Name) {
 			continue
 		}
 		d, err := g.Lifecycles[cc.Name].Open(lifecycle.Deps{
@@ -119,9 +148,18 @@ func (b *Broker) open(g *Generation) (map[string]lifecycle.Driver, error) {
 	return opened, nil
 }
 
+// leaves says whether a consumer was removed, and may be gone at any moment. The caller holds mu.
+func (b *Broker) leaves(name string) bool {
+	v, _ := b.state.Slot(name)
+	return v.Gone
+}
+
 // rule puts a generation into force. It holds mu.
-func (b *Broker) rule(g *Generation, opened map[string]lifecycle.Driver) {
+func (b *Broker) rule(g *Generation) {
 	b.current.Store(g)
+	opened := g.opened
+	g.opened = nil
+	defer close(g.ruled)
 	sc := schedulerConfig(g.Config)
 	for _, cc := range g.Config.Consumers {
 		c := b.consumers[cc.Name]
@@ -147,6 +185,7 @@ func (b *Broker) rule(g *Generation, opened map[string]lifecycle.Driver) {
 		b.startProbes(b.consumers[cc.Name])
 	}
 	b.startSampler(g)
+	b.keepLearnt(g)
 }
 
 func schedulerConfig(c *config.Broker) scheduler.Config {
@@ -154,17 +193,20 @@ func schedulerConfig(c *config.Broker) scheduler.Config {
 		Mode:       map[string]scheduler.Mode{config.Locked: scheduler.Locked, config.Passthrough: scheduler.Passthrough}[c.Scheduler],
 		LockGlobal: c.Lock == config.LockGlobal, Cushion: c.Cushion, Reserve: c.Reserve, MaxQueue: c.MaxQueue, MaxEvictions: c.MaxEvictions,
 		EvictWait: time.Duration(c.EvictWait), DrainTimeout: time.Duration(c.DrainTimeout),
-		AbandonAfter: time.Duration(c.AbandonAfter), OutsiderWait: time.Duration(c.OutsiderWait),
+		IdleUnload:       map[string]scheduler.IdleUnload{config.Off: scheduler.IdleOff, config.Observe: scheduler.IdleObserve}[c.IdleUnload],
+		ObserveEvictions: c.Eviction == config.Observe,
+		AbandonAfter:     time.Duration(c.AbandonAfter), OutsiderWait: time.Duration(c.OutsiderWait),
 		Overtake: c.EffectiveOvertake(), Hold: c.EffectiveHold(),
 		OvertakeMin: c.EffectiveOvertakeMin(), OvertakeMax: c.EffectiveOvertakeMax(), LockOvertake: c.EffectiveLockOvertake(),
 	}
 }
 
 func slotConfig(c *config.Consumer, t lifecycle.Traits) scheduler.SlotConfig {
+	idle, longest := c.Idle(), c.LongestRun()
 	return scheduler.SlotConfig{
 		Name: c.Name, Disabled: !c.IsEnabled(), GPUs: []int{c.GPU}, Claim: c.VRAM, Residual: c.Residual, Concurrency: c.Concurrency,
 		LockNone: !c.NeedsLock(), Coexist: c.CanCoexistWith, Pin: c.Pin, NoEvict: c.NoEvict, VRAMManaged: c.VRAMManaged,
-		KeepAlive: time.Duration(c.KeepAlive), SwitchCost: time.Duration(c.SwitchCost), Budget: time.Duration(c.Budget), Async: c.Async,
+		KeepAlive: time.Duration(c.KeepAlive), IdleTimeout: idle, OwnIdle: c.OwnIdleTimeout(), MaxRun: longest, SwitchCost: time.Duration(c.SwitchCost), Budget: time.Duration(c.Budget), Async: c.Async,
 		CanLoad: t.Load, CanUnload: t.Unload, CanProbe: t.Health, CanTell: t.Residency, CanBusy: t.Busy,
 	}
 }

@@ -89,6 +89,53 @@ func (b *Broker) UnloadByHand(ctx context.Context, name string, force bool) erro
 	}
 }
 
+// Drain lets no more requests of a consumer in, or of all if the name is empty:
+// those that wait are refused at once. It returns when the last that runs has
+// ended. Resume lets them in again.
+func (b *Broker) Drain(ctx context.Context, name string) error {
+	if name != "" && !b.Knows(name) {
+		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+	}
+	b.step(scheduler.Drain{Slot: name})
+	for {
+		b.mu.Lock()
+		if b.released == nil {
+			b.released = make(chan struct{})
+		}
+		ended, active := b.released, b.state.Running()
+		if name != "" {
+			v, _ := b.state.Slot(name)
+			active = v.Active + v.Held
+		}
+		if b.closed {
+			active = 0
+		}
+		b.mu.Unlock()
+		if active == 0 {
+			return nil
+		}
+		select {
+		case <-ended:
+		case <-b.ctx.Done():
+			return errors.New("the broker is stopping")
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// Resume ends a Drain.
+func (b *Broker) Resume(name string) error {
+	if name != "" && !b.Knows(name) {
+		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+	}
+	b.step(scheduler.Drain{Slot: name, Off: true})
+	return nil
+}
+
+// StopAdmitting is Drain of all, without waiting: the process ends.
+func (b *Broker) StopAdmitting() { b.step(scheduler.Drain{}) }
+
 // unload is what became of an unload of a consumer since then: it may be loaded
 // again by the time that anybody looks. Neither: it is under way.
 func (r *ring) unload(name string, since time.Time) (done bool, failure string) {
@@ -98,7 +145,7 @@ func (r *ring) unload(name string, since time.Time) (done bool, failure string) 
 		}
 		if d.Slot == name {
 			switch d.Kind {
-			case "unloaded", "evicted", "gone":
+			case "unloaded", "evicted", "idle_unloaded", "gone":
 				return true, ""
 			case "unload_failed", "reopen":
 				return false, d.Reason

@@ -100,6 +100,8 @@ func logDecision(log *zap.Logger, d scheduler.Decision) {
 		fields = append(fields, zap.Duration("took", time.Duration(d.Took*float64(time.Second))))
 	}
 	switch d.Kind {
+	case "bug":
+		log.Error(d.Kind, fields...)
 	case "refuse", "load_failed", "unload_failed", "unhealthy", "gpu_lost", "telemetry_lost":
 		log.Warn(d.Kind, fields...)
 	default:

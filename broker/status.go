@@ -53,6 +53,7 @@ type GPU struct {
 type Totals struct {
 	Evictions      uint64  `json:"evictions"`
 	ManualUnloads  uint64  `json:"manual_unloads"`
+	IdleUnloads    uint64  `json:"idle_unloads"`
 	UnloadFailures uint64  `json:"unload_failures"`
 	Loads          uint64  `json:"loads"`
 	LoadFailures   uint64  `json:"load_failures"`
@@ -64,6 +65,7 @@ type Totals struct {
 	LastWaitMS     float64 `json:"last_wait_ms"`
 	LastRunMS      float64 `json:"last_run_ms"`
 	OldestQueued   string  `json:"oldest_queued,omitempty"`
+	Draining       bool    `json:"draining,omitempty"` // no more requests are taken
 }
 
 // Waiter is one waiting request.
@@ -89,6 +91,8 @@ type Consumer struct {
 	StayWarmS     float64 `json:"stay_warm_s"`
 	Pinned        bool    `json:"pinned"`
 	Removed       bool    `json:"removed,omitempty"`
+	Draining      bool    `json:"draining,omitempty"` // no more requests for it are taken
+	UnloadAt      string  `json:"unload_at,omitempty"`
 	Slots         []Slot  `json:"slots"`
 }
 
@@ -101,6 +105,7 @@ type Slot struct {
 	Seen        int64   `json:"seen"`
 	Residue     int64   `json:"residue"`
 	Claim       int64   `json:"claim"`
+	Measured    int64   `json:"measured,omitempty"` // 95th percentile of what its loads took
 	ClaimSource string  `json:"claim_source"`
 	GPUIndex    int     `json:"gpu_index"`
 	GPUIndices  []int   `json:"gpu_indices"`
@@ -125,7 +130,7 @@ func (b *Broker) Status() Status {
 		out.Total, out.Free, out.Used = out.Total+int64(g.Total), out.Free+int64(g.Free), out.Used+int64(g.Used)
 	}
 	c := snap.Counts
-	out.Scheduler = Totals{Evictions: c.Evictions, ManualUnloads: c.ManualUnloads, UnloadFailures: c.UnloadFailures, Loads: c.Loads, LoadFailures: c.LoadFailures,
+	out.Scheduler = Totals{Evictions: c.Evictions, ManualUnloads: c.ManualUnloads, IdleUnloads: c.IdleUnloads, Draining: snap.Draining, UnloadFailures: c.UnloadFailures, Loads: c.Loads, LoadFailures: c.LoadFailures,
 		Refused: c.Refused, Cancelled: c.Cancelled, QueueDepth: snap.Waiting, InFlight: snap.Running, TotalJobs: c.Jobs, LastWaitMS: ms(c.LastWait), LastRunMS: ms(b.lastRun)}
 	var oldest time.Time
 	for _, w := range snap.Queue {
@@ -162,7 +167,7 @@ func (b *Broker) gpu(g scheduler.GPUView) GPU {
 }
 
 func (b *Broker) consumerStatus(v scheduler.SlotView) Consumer {
-	s := Slot{State: v.State.String(), Gate: "open", DrainsFor: v.DrainFor, Claim: int64(v.Claim), ClaimSource: "config", GPUIndices: []int{},
+	s := Slot{State: v.State.String(), Gate: "open", DrainsFor: v.DrainFor, Claim: int64(v.Claim), Measured: int64(v.Measured), ClaimSource: "config", GPUIndices: []int{},
 		Held: v.Held, SwitchCostS: v.Switch.Seconds(), Why: v.Why, CoolsUntil: stamp(v.CoolUntil)}
 	if !v.GateOpen {
 		s.Gate = "closed"
@@ -177,7 +182,7 @@ func (b *Broker) consumerStatus(v scheduler.SlotView) Consumer {
 		resident += h.Booking
 	}
 	out := Consumer{Enabled: !v.Disabled, Health: v.Health, Reason: v.Detail, Loaded: v.State == scheduler.Ready, ResidentMiB: resident.MiB(), Active: v.Active + v.Held,
-		Waiting: v.Waiting, LastUsed: stamp(v.LastUse), LastPriority: v.LastPrio, Pinned: v.Pinned, Removed: v.Gone, Slots: []Slot{s}}
+		Waiting: v.Waiting, LastUsed: stamp(v.LastUse), LastPriority: v.LastPrio, Pinned: v.Pinned, Removed: v.Gone, Draining: v.Draining, UnloadAt: stamp(v.UnloadAt), Slots: []Slot{s}}
 	if c := b.consumers[v.Name]; c != nil {
 		out.TotalRequests = c.requests
 		out.StayWarmS = time.Duration(c.cfg.KeepAlive).Seconds()

@@ -73,6 +73,8 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 		"async":        flag(s, &c.Async),
 
 		"keep_alive":     single(s, &c.KeepAlive, "5m", duration),
+		"idle_timeout":   optional(s, &c.IdleTimeout, "15m", duration),
+		"max_run":        optional(s, &c.MaxRun, "30m", duration),
 		"switch_cost":    single(s, &c.SwitchCost, "20s", someDuration),
 		"budget":         single(s, &c.Budget, "10m", someDuration),
 		"load_timeout":   single(s, &c.LoadTimeout, "5m", someDuration),

@@ -47,6 +47,10 @@ func brokerWords(b *config.Broker) map[string]word {
 		"lock":      single(s, &b.Lock, config.LockExclusive, oneOf("lock", config.Locks)),
 		"headers":   single(s, &b.Headers, config.Off, oneOf("headers setting", config.Switches)),
 
+		"idle_unload":  single(s, &b.IdleUnload, config.Observe, oneOf("idle_unload setting", config.IdleUnloads)),
+		"idle_timeout": optional(s, &b.IdleTimeout, "15m", duration),
+		"eviction":     single(s, &b.Eviction, config.Observe, oneOf("eviction setting", config.Evictions)),
+
 		"cushion":      optional(s, &b.Cushion, "256MiB", size),
 		"reserve":      single(s, &b.Reserve, "1GiB", size),
 		"max_body":     single(s, &b.MaxBody, "256MiB", someSize),
@@ -56,6 +60,8 @@ func brokerWords(b *config.Broker) map[string]word {
 		"max_evictions": single(s, &b.MaxEvictions, "5", number(1)),
 
 		"budget":         single(s, &b.Budget, "10m", someDuration),
+		"max_run":        single(s, &b.MaxRun, "30m", duration),
+		"stop_grace":     optional(s, &b.StopGrace, "30s", duration),
 		"probe_interval": single(s, &b.ProbeInterval, "5s", someDuration),
 		"probe_timeout":  single(s, &b.ProbeTimeout, "2s", someDuration),
 		"load_timeout":   single(s, &b.LoadTimeout, "5m", someDuration),

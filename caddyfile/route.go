@@ -24,6 +24,9 @@ type Route struct {
 	Touch []string `json:"touch,omitempty"`
 	// How long a request may wait for its turn and its model, before it gets 504. Default: the consumer's.
 	Budget caddy.Duration `json:"budget,omitempty"`
+	// How long a request may run, once it is admitted; then it gets 504, or, where its answer has begun, its
+	// connection is cut. 0 stands for no bound. Default: the consumer's.
+	MaxRun *caddy.Duration `json:"max_run,omitempty"`
 	// Pass request bodies on as they come, instead of reading them ahead; a slow upload then holds the GPU. Default: false.
 	StreamBody bool `json:"stream_body,omitempty"`
 	// The largest request body that is read ahead; above it 413. Default: the broker's.
@@ -60,6 +63,7 @@ func ParseRoute(d *caddyfile.Dispenser) (*Route, error) {
 			"bypass":      patterns(&r.Bypass),
 			"touch":       patterns(&r.Touch),
 			"budget":      single(s, &r.Budget, "5m", someDuration),
+			"max_run":     optional(s, &r.MaxRun, "30m", duration),
 			"max_body":    single(s, &r.MaxBody, "256MiB", someSize),
 			"stream_body": flag(s, &r.StreamBody),
 			"headers":     single(s, &r.Headers, config.Off, oneOf("headers setting", config.Switches)),
@@ -87,6 +91,9 @@ func (r *Route) Check() error {
 	}
 	if r.Budget < 0 {
 		faults = append(faults, fmt.Errorf("budget is %s: it must not be negative", time.Duration(r.Budget)))
+	}
+	if r.MaxRun != nil && *r.MaxRun < 0 {
+		faults = append(faults, fmt.Errorf("max_run is %s: it must not be negative", time.Duration(*r.MaxRun)))
 	}
 	if r.MaxBody < 0 {
 		faults = append(faults, fmt.Errorf("max_body is %d bytes: it must not be negative", r.MaxBody))

@@ -31,11 +31,23 @@ type Broker struct {
 	// Memory on each GPU that is kept free for others' growth; 1GiB is wise on a desktop. Default: 0.
 	Reserve gpu.Bytes `json:"reserve,omitempty"`
 
+	// Whether what nobody uses is unloaded: `on`, `off`, or `observe`, which says what would be unloaded and
+	// does nothing. Default: `on`.
+	IdleUnload string `json:"idle_unload,omitempty"`
+	// After how long without use; 0 stands for never. A consumer's own wins. Default: 15m.
+	IdleTimeout *caddy.Duration `json:"idle_timeout,omitempty"`
+	// Whether models are unloaded for others: `on`, or `observe`, which says what would be unloaded and does
+	// nothing: what does not fit beside the others is refused. Default: `on`.
+	Eviction string `json:"eviction,omitempty"`
+
 	// How many requests may wait in all; one more gets 503 queue_full. Default: 512.
 	MaxQueue int `json:"max_queue,omitempty"`
 	// How long a request may wait for its turn and its model, before it gets 504
 	// budget_exceeded. A consumer's or route's own wins. Default: 10m.
 	Budget caddy.Duration `json:"budget,omitempty"`
+	// How long a request may run, once it is admitted; then it gets 504 budget_exceeded, or, where its answer has
+	// begun, its connection is cut. 0 stands for no bound. A consumer's or route's own wins. Default: 0.
+	MaxRun caddy.Duration `json:"max_run,omitempty"`
 	// The largest request body that is read ahead; above it 413. Default: 256MiB.
 	MaxBody gpu.Bytes `json:"max_body,omitempty"`
 	// How much of request bodies may be held ahead in all; above it 503. Default: 2GiB.
@@ -53,8 +65,10 @@ type Broker struct {
 	UnloadTimeout caddy.Duration `json:"unload_timeout,omitempty"`
 	// How long to wait for memory to come back after an unload. Default: 10s.
 	EvictWait caddy.Duration `json:"evict_wait,omitempty"`
-	// How long a server that is to be unloaded may take to finish its running work. Default: 10m.
+	// How long a server that is to be unloaded may take to finish its running work; with a longer max_run, that long. Default: 10m.
 	DrainTimeout caddy.Duration `json:"drain_timeout,omitempty"`
+	// How long running requests may go on when Caddy stops; then their connections are closed. Default: 30s.
+	StopGrace *caddy.Duration `json:"stop_grace,omitempty"`
 	// How long a load that nobody waits for any more keeps its memory from others. Default: 10s.
 	AbandonAfter caddy.Duration `json:"abandon_after,omitempty"`
 	// How long to wait for memory that is not ours to take, before 503 vram_exhausted. Default: 10s.
@@ -112,6 +126,9 @@ type Consumer struct {
 	VRAMManaged bool `json:"vram_managed,omitempty"`
 	// How long after its last request it is not unloaded for others. Default: 0.
 	KeepAlive caddy.Duration `json:"keep_alive,omitempty"`
+	// After how long without use it is unloaded; 0 stands for never. A server with `vram_managed` is unloaded only
+	// if it has one of its own. Default: the broker's.
+	IdleTimeout *caddy.Duration `json:"idle_timeout,omitempty"`
 	// What to take for the time that a switch to it costs, until it is measured. Default: 20s.
 	SwitchCost caddy.Duration `json:"switch_cost,omitempty"`
 	// GPU memory that its process keeps after an unload and uses again, such as a CUDA context. Default: 0.
@@ -130,9 +147,11 @@ type Consumer struct {
 	Touch []string `json:"touch,omitempty"`
 
 	// As the broker's settings of the same name.
-	Budget        caddy.Duration `json:"budget,omitempty"`
-	LoadTimeout   caddy.Duration `json:"load_timeout,omitempty"`
-	UnloadTimeout caddy.Duration `json:"unload_timeout,omitempty"`
+	Budget caddy.Duration `json:"budget,omitempty"`
+	// As the broker's setting of the same name. 0 stands for no bound. Default: the broker's.
+	MaxRun        *caddy.Duration `json:"max_run,omitempty"`
+	LoadTimeout   caddy.Duration  `json:"load_timeout,omitempty"`
+	UnloadTimeout caddy.Duration  `json:"unload_timeout,omitempty"`
 
 	// How it is probed, loaded and unloaded: a module of the namespace `gpu_broker.lifecycles`, chosen by `protocol`. Default: `http`.
 	LifecycleRaw json.RawMessage `json:"lifecycle,omitempty" caddy:"namespace=gpu_broker.lifecycles inline_key=protocol"`
@@ -142,4 +161,6 @@ type Consumer struct {
 
 	// Fields given with a zero value, which "omitempty" would lose: they override a preset's. See Explicit.
 	explicit map[string]bool
+	// Whether IdleTimeout is the broker's.
+	sharedIdle bool
 }

@@ -34,6 +34,11 @@ const (
 	DefaultAbandonAfter  = 10 * time.Second
 	DefaultOutsiderWait  = 10 * time.Second
 	DefaultMaxEvictions  = 5
+	DefaultStopGrace     = 30 * time.Second
+
+	DefaultIdleUnload  = On
+	DefaultIdleTimeout = 15 * time.Minute
+	DefaultEviction    = On
 
 	DefaultOvertake     = 15.0
 	DefaultOvertakeMin  = 30 * time.Second
@@ -100,6 +105,8 @@ func (b *Broker) fillDefaults() {
 	fill(&b.Scheduler, DefaultScheduler)
 	fill(&b.Lock, DefaultLock)
 	fill(&b.Headers, DefaultHeaders)
+	fill(&b.IdleUnload, DefaultIdleUnload)
+	fill(&b.Eviction, DefaultEviction)
 	fill(&b.MaxQueue, DefaultMaxQueue)
 	fill(&b.MaxBody, DefaultMaxBody)
 	fill(&b.MaxBuffered, DefaultMaxBuffered)
@@ -113,6 +120,8 @@ func (b *Broker) fillDefaults() {
 	fill(&b.DrainTimeout, caddy.Duration(DefaultDrainTimeout))
 	fill(&b.AbandonAfter, caddy.Duration(DefaultAbandonAfter))
 	fill(&b.OutsiderWait, caddy.Duration(DefaultOutsiderWait))
+	fill(&b.IdleTimeout, new(caddy.Duration(DefaultIdleTimeout)))
+	fill(&b.StopGrace, new(caddy.Duration(DefaultStopGrace)))
 
 	least, most := caddy.Duration(b.EffectiveOvertakeMin()), caddy.Duration(b.EffectiveOvertakeMax())
 	fill(&b.OvertakeMin, &least)
@@ -131,7 +140,21 @@ func (c *Consumer) fillDefaults(b *Broker) {
 	fill(&c.Budget, max(0, b.Budget))
 	fill(&c.LoadTimeout, max(0, b.LoadTimeout))
 	fill(&c.UnloadTimeout, max(0, b.UnloadTimeout))
+	fill(&c.MaxRun, new(max(0, b.MaxRun)))
+	if c.IdleTimeout == nil {
+		c.sharedIdle = true
+		c.IdleTimeout = new(max(0, *b.IdleTimeout))
+	}
 }
+
+// Idle is IdleTimeout; 0: never.
+func (c *Consumer) Idle() time.Duration { return time.Duration(valueOr(c.IdleTimeout, 0)) }
+
+// LongestRun is MaxRun; 0: no bound.
+func (c *Consumer) LongestRun() time.Duration { return time.Duration(valueOr(c.MaxRun, 0)) }
+
+// OwnIdleTimeout says whether its IdleTimeout is its own, not the broker's.
+func (c *Consumer) OwnIdleTimeout() bool { return !c.sharedIdle }
 
 func fill[T comparable](field *T, value T) {
 	var zero T

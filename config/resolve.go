@@ -89,6 +89,8 @@ func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) {
 		f.add(who, "vram is missing: say how much GPU memory it takes when loaded, as in vram 6GiB")
 	}
 	f.duration(who, "keep_alive", &c.KeepAlive)
+	f.duration(who, "idle_timeout", c.IdleTimeout)
+	f.duration(who, "max_run", c.MaxRun)
 	f.duration(who, "switch_cost", &c.SwitchCost)
 	f.duration(who, "budget", &c.Budget)
 	f.duration(who, "load_timeout", &c.LoadTimeout)
@@ -215,6 +217,8 @@ func (f *faults) checkBroker(b *Broker) {
 	f.word(who, "scheduler", b.Scheduler, Schedulers)
 	f.word(who, "lock", b.Lock, Locks)
 	f.word(who, "headers setting", b.Headers, Switches)
+	f.word(who, "idle_unload setting", b.IdleUnload, IdleUnloads)
+	f.word(who, "eviction setting", b.Eviction, Evictions)
 	f.notNegative(who, "max_queue", b.MaxQueue)
 	f.notNegative(who, "max_evictions", b.MaxEvictions)
 	if b.Cushion != nil {
@@ -224,6 +228,9 @@ func (f *faults) checkBroker(b *Broker) {
 	f.size(who, "max_body", b.MaxBody)
 	f.size(who, "max_buffered", b.MaxBuffered)
 	f.duration(who, "budget", &b.Budget)
+	f.duration(who, "max_run", &b.MaxRun)
+	f.duration(who, "idle_timeout", b.IdleTimeout)
+	f.duration(who, "stop_grace", b.StopGrace)
 	f.duration(who, "probe_interval", &b.ProbeInterval)
 	f.duration(who, "probe_timeout", &b.ProbeTimeout)
 	f.duration(who, "load_timeout", &b.LoadTimeout)

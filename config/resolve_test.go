@@ -63,6 +63,7 @@ func TestResolveFillsInEveryDefault(t *testing.T) {
 	const s, m = caddy.Duration(time.Second), caddy.Duration(time.Minute)
 	want := Broker{
 		GPURaw: json.RawMessage(`{"driver":"auto"}`), Scheduler: "evicting", Lock: "exclusive", Headers: "on",
+		IdleUnload: "on", IdleTimeout: new(15 * m), Eviction: "on", StopGrace: new(30 * s),
 		MaxQueue: 512, Budget: 10 * m, MaxBody: 256 * gpu.MiB, MaxBuffered: 2 * gpu.GiB,
 		ProbeInterval: 5 * s, ProbeTimeout: 2 * s, LoadTimeout: 5 * m, UnloadTimeout: 30 * s, EvictWait: 10 * s, DrainTimeout: 10 * m,
 		AbandonAfter: 10 * s, OutsiderWait: 10 * s, MaxEvictions: 5,
@@ -70,6 +71,7 @@ func TestResolveFillsInEveryDefault(t *testing.T) {
 		Consumers: []*Consumer{{
 			Name: "a", VRAM: 6 * gpu.GiB, Enabled: "on", Concurrency: 1, SwitchCost: 20 * s,
 			Budget: 10 * m, LoadTimeout: 5 * m, UnloadTimeout: 30 * s, LifecycleRaw: json.RawMessage(`{"protocol":"http"}`),
+			IdleTimeout: new(15 * m), sharedIdle: true, MaxRun: new(caddy.Duration(0)),
 		}},
 	}
 	if !reflect.DeepEqual(*b, want) {
@@ -95,6 +97,23 @@ func TestConsumersTakeTheBrokersTimesUnlessTheyHaveTheirOwn(t *testing.T) {
 		got := [3]time.Duration{time.Duration(c.Budget) / time.Minute, time.Duration(c.LoadTimeout) / time.Minute, time.Duration(c.UnloadTimeout) / time.Minute}
 		if got != want {
 			t.Errorf("%s: %v minutes, want %v", c.Name, got, want)
+		}
+	}
+}
+
+func TestAConsumersIdleTimeoutAndMaxRunAreTheBrokersUnlessItHasItsOwn(t *testing.T) {
+	b := decode(t, `{"idle_timeout":"1m","max_run":"2m","consumers":[
+		{"name":"a","vram":1},{"name":"b","vram":1,"idle_timeout":"3m","max_run":"4m"},{"name":"c","vram":1,"idle_timeout":0,"max_run":0}]}`)
+	if err := Resolve(b, nil); err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []struct {
+		idle, run time.Duration
+		own       bool
+	}{{1, 2, false}, {3, 4, true}, {0, 0, true}} {
+		c := b.Consumers[i]
+		if c.Idle() != want.idle*time.Minute || c.LongestRun() != want.run*time.Minute || c.OwnIdleTimeout() != want.own {
+			t.Errorf("%s: idle %s, run %s, own %v", c.Name, c.Idle(), c.LongestRun(), c.OwnIdleTimeout())
 		}
 	}
 }

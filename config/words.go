@@ -26,6 +26,8 @@ const (
 const (
 	On  = "on"
 	Off = "off"
+
+	Observe = "observe" // it is said, and not done
 )
 
 // Namespaces of the guest modules.
@@ -40,6 +42,8 @@ var (
 	Locks         = []string{LockExclusive, LockGlobal}
 	ConsumerLocks = []string{LockNone}
 	Switches      = []string{On, Off}
+	IdleUnloads   = []string{On, Off, Observe}
+	Evictions     = []string{On, Observe}
 )
 
 // GuestNames lists the modules of a namespace that are compiled in, by name.

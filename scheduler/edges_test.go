@@ -31,9 +31,13 @@ func TestOnlyTheEdgesOfTheContractAreLegal(t *testing.T) {
 	}
 }
 
-func TestAnIllegalEdgePanics(t *testing.T) {
+func TestAnIllegalEdgeIsPutOnRecord(t *testing.T) {
 	f := given(t, 24576, server("a", 1000))
-	require.PanicsWithValue(t, `scheduler: IDLE to STOPPING of "a" is no legal edge`, func() { f.s.to(f.now, f.s.slots[0], Stopping) })
+	f.s.effects = nil
+	f.s.to(f.now, f.s.slots[0], Stopping)
+	require.Len(t, f.s.effects, 1)
+	require.Equal(t, "bug", f.s.effects[0].Decision.Kind)
+	require.Contains(t, f.s.effects[0].Decision.Reason, "IDLE to STOPPING")
 }
 
 // Stories that lead to a state, in a world in which a and b don't fit together.

@@ -71,7 +71,10 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 	case t != nil && (t.queue.count == 0 || !t.cold()):
 		s.reopen(now, v, fmt.Sprintf("%s does not wait any more", t.cfg.Name))
 		return
-	case s.due(now, v.gate.since.Add(s.cfg.DrainTimeout)):
+	case v.gate.idle && (v.queue.count > 0 || !s.idles(v)): // used at the last instant, or reconfigured
+		s.reopen(now, v, "it is in use, or to stay, after all")
+		return
+	case s.due(now, v.gate.since.Add(max(s.cfg.DrainTimeout, v.cfg.MaxRun))): // with max_run its jobs are over by then
 		v.retryAt = now.Add(drainRetry)
 		s.reopen(now, v, fmt.Sprintf("its work did not end within drain_timeout %s", s.cfg.DrainTimeout))
 		return
@@ -107,7 +110,7 @@ func (s *State) mayMove(v *slot) bool {
 
 // stopNow sends the unload call out.
 func (s *State) stopNow(now time.Time, v *slot) {
-	st := stopping{from: v.state, target: v.gate.target, began: now}
+	st := stopping{from: v.state, target: v.gate.target, idle: v.gate.idle, began: now}
 	for _, h := range v.on {
 		var seen, free, used, out gpu.Bytes
 		if c := s.card(h.card); c != nil {
@@ -120,6 +123,8 @@ func (s *State) stopNow(now time.Time, v *slot) {
 	switch {
 	case v.state == Idle:
 		why = "it may have been loaded before the broker came, and memory is short"
+	case st.idle:
+		why = fmt.Sprintf("nobody has used it for %s", now.Sub(v.idleAt).Round(time.Millisecond))
 	case v.gone && st.target == nil:
 		why = "it is not in the configuration any more"
 	}
@@ -256,7 +261,7 @@ func (s *State) residueNow(v *slot, i int, c *card) gpu.Bytes {
 
 // stopped ends an unload: what didn't come back is booked to the slot as its residue.
 func (s *State) stopped(now time.Time, v *slot) {
-	var gave, kept, base gpu.Bytes
+	var gave, kept, base, footprint gpu.Bytes
 	for i, h := range v.on {
 		c := s.card(h.card)
 		if c == nil {
@@ -264,6 +269,12 @@ func (s *State) stopped(now time.Time, v *slot) {
 		}
 		h.residue = s.residueNow(v, i, c)
 		before := s.knownResidue(v, h)
+		switch {
+		case h.hasMeas && v.stop.seen[i] == h.measured:
+			footprint += h.measured
+		case c.Known:
+			footprint += max(0, c.Free-v.stop.free[i]) + h.residue
+		}
 		h.base, h.baseFree, h.baseOut, h.frozen = h.residue, c.Free, v.stop.out[i], false
 		h.booking, h.drop, h.hasMeas = 0, 0, false // what was measured may be older than the unload
 		gave += v.stop.seen[i] - h.residue
@@ -286,9 +297,13 @@ func (s *State) stopped(now time.Time, v *slot) {
 		if 2*kept > base {
 			t.want.tries = append(t.want.tries, fmt.Sprintf("%s: gave back %s of %s", v.cfg.Name, gave, base))
 		}
+	} else if v.stop.idle {
+		d.Kind = "idle_unloaded"
+		s.counts.IdleUnloads++
 	} else {
 		s.counts.ManualUnloads++
 	}
+	v.took.add(footprint)
 	v.stop, v.gate, v.settled = stopping{}, gate{}, false
 	s.to(now, v, Idle)
 	s.decide(d)
@@ -460,6 +475,7 @@ func (s *State) dropGone() bool {
 			continue
 		}
 		delete(s.named, sl.cfg.Name)
+		s.remember(sl)
 		s.emit(Effect{Kind: Dropped, Slot: sl.cfg.Name})
 	}
 	changed := len(kept) < len(s.slots)

@@ -124,6 +124,8 @@ func (c *checker) after(e Event, effects []Effect, wake time.Time) {
 			}
 		case f.Kind == Load:
 			c.epochs[f.Slot] = f.Epoch
+		case f.Kind == Decided && f.Decision.Kind == "bug":
+			w.fail("%s: %s", f.Slot, f.Decision.Reason)
 		case f.Kind == Decided && f.Decision.Kind == "load":
 			c.load(w.s.named[f.Slot])
 		case f.Kind == Decided && (f.Decision.Kind == "unloaded" || f.Decision.Kind == "evicted"):

@@ -48,6 +48,8 @@ func (s *State) refusesNew(sl *slot, name string) *Refusal {
 	switch {
 	case sl == nil:
 		return &Refusal{Code: UnknownConsumer, Message: fmt.Sprintf("there is no consumer %q", name)}
+	case s.draining || sl.draining:
+		return s.drained(sl)
 	case sl.cfg.Disabled:
 		return &Refusal{Code: NotRunning, RetryAfter: time.Minute, Message: fmt.Sprintf("consumer %q is switched off (enabled off)", name)}
 	case s.cfg.Mode == Passthrough:
@@ -225,6 +227,8 @@ func (s *State) release(now time.Time, id JobID, outcome Outcome) {
 	}
 	if s.waiting > 0 || sl.gate.closed || sl.gone || warmed { // a transition that ends lets another begin
 		s.pump(now)
+	} else if s.idles(sl) {
+		s.wakeBy(s.idleEnd(sl))
 	}
 }
 
@@ -325,6 +329,9 @@ func (s *State) busyAnswer(now time.Time, e BusyAnswer) {
 			sl.gate.clear = true
 		}
 	}
+	if e.Busy && sl.gate.idle && sl.state != Stopping {
+		s.busyThough(now, sl, e.Failed)
+	}
 	if sl.held > 0 || sl.gate.closed && sl.state != Stopping && !sl.gate.clear && !sl.busy() {
 		s.ask(sl, busyPoll) // before pump, which would ask again at once
 	}
@@ -346,7 +353,11 @@ func (s *State) sweep(now time.Time) {
 		if sl.queue.count == 0 {
 			continue
 		}
-		if r := s.refusesSlot(sl); r != nil {
+		r := s.drained(sl)
+		if r == nil {
+			r = s.refusesSlot(sl)
+		}
+		if r != nil {
 			s.refuseAll(now, sl, r)
 		}
 	}

@@ -55,6 +55,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 	if fresh {
 		sl.state, sl.since, sl.idleAt = s.startState(&c), now, time.Time{}
 		sl.stop, sl.gate, sl.readyAt, sl.want = stopping{}, gate{}, now, target{}
+		s.recall(now, sl)
 	}
 	if fresh || probes != c.CanProbe {
 		sl.health = healthGood

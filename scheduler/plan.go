@@ -228,7 +228,9 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 		s.exhausted(now, t, "unloads did not bring the memory back")
 		return true
 	}
-	if plan := s.choose(t, func(v *slot) bool { return s.permittedNow(now, t, v) }); plan != nil {
+	if plan := s.choose(t, func(v *slot) bool { return s.permittedNow(now, t, v) }); plan != nil && s.cfg.ObserveEvictions {
+		s.wouldEvict(now, t, plan)
+	} else if plan != nil {
 		if t.want.planned == 0 {
 			t.want.planned = len(plan)
 		}
@@ -242,7 +244,7 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 // waits for it any more, and t needs its room.
 func (s *State) abandonedFor(now time.Time, t, o *slot) bool {
 	may := func(v *slot) bool { return s.permittedNow(now, t, v) }
-	return may(o) && !s.fits(t) && slices.Contains(s.choose(t, may), o)
+	return !s.cfg.ObserveEvictions && may(o) && !s.fits(t) && slices.Contains(s.choose(t, may), o)
 }
 
 // begin loads a target that fits, unless another loads inside its first job.
@@ -299,11 +301,23 @@ func (s *State) reserve(t *slot) {
 
 // permitted says whether v may ever be unloaded for t, whatever it does now (spec §3.2).
 func (s *State) permitted(t, v *slot) bool {
-	return v != t && s.protects(t, v) == "" && v.state != Idle && overlap(t, v)
+	return !s.cfg.ObserveEvictions && s.candidate(t, v)
+}
+
+func (s *State) candidate(t, v *slot) bool {
+	return v != t && shields(t, v) == "" && v.state != Idle && overlap(t, v)
 }
 
 // protects names what keeps v from being unloaded for t.
 func (s *State) protects(t, v *slot) string {
+	if s.cfg.ObserveEvictions {
+		return orElse(shields(t, v), "eviction observe")
+	}
+	return shields(t, v)
+}
+
+// shields names what of the two slots' own settings does.
+func shields(t, v *slot) string {
 	switch {
 	case v.cfg.Pin:
 		return "pin"
@@ -322,7 +336,7 @@ func (s *State) protects(t, v *slot) string {
 
 // permittedNow adds rules 2, 3 and 4 of the policy: may v go at this moment?
 func (s *State) permittedNow(now time.Time, t, v *slot) bool {
-	if !s.permitted(t, v) || v.gate.closed || v.state == Stopping || !s.due(now, v.retryAt) {
+	if !s.candidate(t, v) || v.gate.closed || v.state == Stopping || !s.due(now, v.retryAt) {
 		return false
 	}
 	s.due(now, t.ageStart().Add(s.bound(t)))
@@ -460,6 +474,17 @@ func (s *State) unflushed(t *slot) *slot {
 		}
 	}
 	return nil
+}
+
+// wouldEvict says who would be unloaded for t, once for those who wait now.
+func (s *State) wouldEvict(now time.Time, t *slot, plan []*slot) {
+	if t.want.would {
+		return
+	}
+	t.want.would = true
+	for _, v := range plan {
+		s.decide(Decision{At: now, Kind: "would_evict", Slot: v.cfg.Name, Target: t.cfg.Name, GPU: v.gpu(), Reason: unloadReason(t) + "; evictions are only observed"})
+	}
 }
 
 func (s *State) exhausted(now time.Time, t *slot, why string) {

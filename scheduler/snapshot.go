@@ -14,6 +14,7 @@ type Snapshot struct {
 	Waiting  int
 	Running  int
 	Counts   Counts
+	Draining bool
 	Degraded string // why there is no telemetry; empty: there is
 }
 
@@ -49,6 +50,9 @@ type SlotView struct {
 	IdleAt    time.Time
 	LastPrio  int
 	Pinned    bool
+	Draining  bool
+	UnloadAt  time.Time // when it will be unloaded if nobody uses it; zero: it won't
+	Measured  gpu.Bytes // 95th percentile of what its loads took; 0: not seen
 	CoolUntil time.Time
 	Switch    time.Duration
 	CanUnload bool
@@ -77,7 +81,7 @@ const snapshotQueue = 100
 
 // Snapshot copies what people may see. It changes nothing.
 func (s *State) Snapshot() Snapshot {
-	out := Snapshot{Waiting: s.waiting, Running: s.running, Counts: s.counts}
+	out := Snapshot{Waiting: s.waiting, Running: s.running, Counts: s.counts, Draining: s.draining}
 	for _, c := range s.gpus {
 		sh := s.sheet(c, nil)
 		l := account(sh.card, sh.entries, nil)
@@ -96,6 +100,9 @@ func (s *State) Snapshot() Snapshot {
 	return out
 }
 
+// Running is how many admitted jobs have not ended.
+func (s *State) Running() int { return s.running }
+
 // Slot is what people may see of one slot.
 func (s *State) Slot(name string) (SlotView, bool) {
 	sl := s.named[name]
@@ -109,7 +116,11 @@ func (s *State) view(sl *slot) SlotView {
 	v := SlotView{Name: sl.cfg.Name, Disabled: sl.cfg.Disabled, Gone: sl.gone, State: sl.state, GateOpen: !sl.gate.closed, DrainFor: name(sl.gate.target),
 		Health: [...]string{"unknown", "healthy", "unhealthy"}[sl.health], Detail: sl.detail, Active: sl.active, Held: sl.held,
 		Waiting: sl.queue.count, Why: sl.why, Claim: sl.cfg.Claim, LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio,
-		Pinned: sl.cfg.Pin, CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad}
+		Pinned: sl.cfg.Pin, CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad,
+		Draining: s.draining || sl.draining, Measured: sl.took.measured()}
+	if s.idles(sl) && s.cfg.IdleUnload == IdleOn && !sl.gate.closed {
+		v.UnloadAt = s.idleEnd(sl)
+	}
 	for _, h := range sl.on {
 		hv := HoldView{GPU: h.card, Booking: Entry{State: sl.state, Booking: h.booking, Residue: h.residue}.booked(), Residue: h.residue}
 		if c := s.card(h.card); c != nil {

@@ -22,6 +22,9 @@ type State struct {
 	running   int    // admitted jobs, held ones included
 	sampled   bool   // a sample, or the news that there is none, has come
 	blind     string // why there is no telemetry; empty: there is
+	draining  bool   // no more jobs are let in
+
+	past map[string]Learnt // of slots that are not there: from before a restart, or removed since
 
 	counts Counts
 
@@ -39,6 +42,7 @@ type Counts struct {
 	Refused        uint64
 	Evictions      uint64 // successful unloads made for room
 	ManualUnloads  uint64
+	IdleUnloads    uint64
 	UnloadFailures uint64
 	Loads          uint64
 	LoadFailures   uint64
@@ -97,6 +101,8 @@ type slot struct {
 	leftAt   time.Time // the last departure of one who waited
 	lastUse  time.Time // end of the last real work
 	lastPrio int
+	observed time.Time // the idleAt for which it was said that it would be unloaded
+	draining bool      // no more jobs are let in
 
 	gate      gate
 	asking    bool      // a CheckBusy is on its way
@@ -112,6 +118,7 @@ type slot struct {
 	loadBad   int
 	loadCost  ewma
 	stopCost  ewma
+	took      footprint // what its loads took
 
 	want target
 	why  string // why its jobs wait, for people
@@ -137,7 +144,8 @@ type holding struct {
 // gate is what keeps new jobs out of a READY slot that is to be unloaded.
 type gate struct {
 	closed bool
-	target *slot // for whom; nil: by hand, or because it was removed
+	target *slot // for whom; nil: by hand, because it was removed, or because it is idle
+	idle   bool  // nobody uses it: a job that comes before the unload call goes out opens it again
 	since  time.Time
 	clear  bool // the server said, after the drain, that it is idle
 }
@@ -146,6 +154,7 @@ type gate struct {
 type stopping struct {
 	from      SlotState
 	target    *slot
+	idle      bool // because nobody used it
 	began     time.Time
 	called    bool // the unload call has returned: the memory is awaited
 	confirmed bool
@@ -165,6 +174,7 @@ type target struct {
 	blocked time.Time // since when it would not fit, whatever we do
 	extra   bool      // one more victim must go, though it would fit: the server ran out of memory
 	oom     int       // loads that ran out of memory in a row
+	would   bool      // it was said who would be evicted, were evictions not only observed
 	lock    bool      // lazy, and it fits: its first job competes for the lock like those of loaded slots
 	hadLock bool      // … as of the last planning
 	planned int       // how many victims the first plan had
@@ -214,6 +224,10 @@ func (s *State) Step(now time.Time, e Event) (effects []Effect, wakeAt time.Time
 		s.sample(now, e)
 	case Unload:
 		s.unloadByHand(now, e.Slot)
+	case Drain:
+		s.drain(now, e)
+	case Recall:
+		s.recallAll(e.Learnt)
 	case Touch:
 		if sl := s.named[e.Slot]; sl != nil && sl.state == Ready {
 			sl.idleAt, sl.lastUse = now, now
@@ -238,6 +252,7 @@ func (s *State) pump(now time.Time) {
 		again = s.admitReady(now)
 		again = s.plan(now) || again
 	}
+	s.unloadIdle(now)
 	if s.waiting > 0 {
 		s.wakeBy(now.Add(recheck))
 	}
@@ -271,10 +286,11 @@ func later(a, b time.Time) time.Time {
 	return a
 }
 
-// to changes a slot's state. Any edge that is not in accounting §2 is a bug.
+// to changes a slot's state. Any edge that is not in accounting §2 is a bug: it
+// is put on record, for tests to fail and people to report, and the site goes on.
 func (s *State) to(now time.Time, sl *slot, state SlotState) {
 	if !legal[[2]SlotState{sl.state, state}] {
-		panic(fmt.Sprintf("scheduler: %s to %s of %q is no legal edge", sl.state, state, sl.cfg.Name))
+		s.decide(Decision{At: now, Kind: "bug", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: fmt.Sprintf("%s to %s is no legal change of state: please report this", sl.state, state)})
 	}
 	sl.state, sl.since = state, now
 	if state == Ready {

@@ -55,11 +55,24 @@ type Config struct {
 
 	EvictWait, DrainTimeout, AbandonAfter, OutsiderWait time.Duration
 
+	IdleUnload       IdleUnload
+	ObserveEvictions bool // evictions are only said, not done
+
 	Overtake, Hold                         float64
 	OvertakeMin, OvertakeMax, LockOvertake time.Duration
 
 	Slots []SlotConfig // in the order in which unexplained memory is given out
 }
+
+// IdleUnload says what is done with slots that nobody uses.
+type IdleUnload uint8
+
+// The ways to treat idle slots (spec §5).
+const (
+	IdleOn      IdleUnload = iota // they are unloaded
+	IdleOff                       // nothing
+	IdleObserve                   // it is said, and not done
+)
 
 // SlotConfig is one slot: a consumer, in this version.
 type SlotConfig struct {
@@ -75,6 +88,9 @@ type SlotConfig struct {
 	NoEvict     bool
 	VRAMManaged bool
 	KeepAlive   time.Duration
+	IdleTimeout time.Duration // unloaded after so long without use; 0: never
+	OwnIdle     bool          // IdleTimeout is the slot's own: it counts for one that manages its memory itself, too
+	MaxRun      time.Duration // its jobs are cancelled after so long, by the driver; 0: never
 	SwitchCost  time.Duration
 	Budget      time.Duration // the usual one: overtaking is bounded by half of it
 	Async       bool          // its work outlives its answers
@@ -150,6 +166,13 @@ type (
 	}
 	// Unload asks for a slot to be unloaded by hand.
 	Unload struct{ Slot string }
+	// Drain lets no more jobs in, and sends away those that wait; what runs goes on. Off takes it back.
+	Drain struct {
+		Slot string // empty: all
+		Off  bool
+	}
+	// Recall brings back what was learnt before a restart. It comes before the first Configure.
+	Recall struct{ Learnt map[string]Learnt }
 	// Touch counts as use of a slot, without a job.
 	Touch struct{ Slot string }
 	// Wake says that the time that Step named has come.
@@ -166,6 +189,8 @@ func (BusyAnswer) event() {}
 func (Probed) event()     {}
 func (Sampled) event()    {}
 func (Unload) event()     {}
+func (Drain) event()      {}
+func (Recall) event()     {}
 func (Touch) event()      {}
 func (Wake) event()       {}
 
@@ -289,7 +314,7 @@ type Holder struct {
 // Decision is one line of the record: what was decided, and why.
 type Decision struct {
 	At     time.Time `json:"at"`
-	Kind   string    `json:"kind"` // load, loaded, load_failed, unload, unloaded, evicted, unload_failed, adopt, gone, drain, reopen, refuse, gpu …
+	Kind   string    `json:"kind"` // load, loaded, load_failed, unload, unloaded, idle_unloaded, evicted, unload_failed, adopt, gone, drain, reopen, refuse, gpu …
 	Slot   string    `json:"consumer,omitempty"`
 	Target string    `json:"target,omitempty"` // for whom
 	GPU    int       `json:"gpu"`

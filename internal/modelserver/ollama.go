@@ -309,6 +309,11 @@ func (o *ollama) work(w http.ResponseWriter, r *http.Request, m *model, keep tim
 	for i := range words {
 		words[i] = vocabulary[i%len(vocabulary)]
 	}
+	if id := r.URL.Query().Get("id"); id != "" {
+		for i := range words {
+			words[i] = proofWord(o.l.s.name, id, i)
+		}
+	}
 	each := o.l.runTime(r) / time.Duration(len(words))
 	o.l.compute(r, m, func() error { return do(words, each) })
 }

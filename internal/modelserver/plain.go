@@ -19,6 +19,8 @@ import (
 //	POST /inference, /v1/audio/transcriptions   a transcript in JSON
 //	POST /upload?read_ms=M        reads the body, with a pause after each 64 KiB; its size and hash
 //	     /stream?events=N&ms=M    N events, one each M ms, then [DONE]: StreamBytes
+//	     /proof?id=ID&bytes=N     ProofBytes of the body
+//	     /proof/stream?id=ID&events=N&ms=M   as /stream: ProofStream
 //	GET  /audio/big?bytes=N       AudioBytes; needs no model
 //	     any other                work: a body is sent back with its Content-Type;
 //	                              HEAD and OPTIONS only say that the path is there
@@ -41,6 +43,8 @@ func newPlain(l *life) *plain {
 	p.mux.HandleFunc("POST /v1/audio/transcriptions", p.working(p.transcribe))
 	p.mux.HandleFunc("POST /upload", p.working(p.upload))
 	p.mux.HandleFunc("/stream", p.working(p.stream))
+	p.mux.HandleFunc("/proof", p.working(p.proof))
+	p.mux.HandleFunc("/proof/stream", p.working(p.proofStream))
 	p.mux.HandleFunc("GET /audio/big", p.audio)
 	p.mux.HandleFunc("/", p.working(p.echo))
 	return p
@@ -179,38 +183,7 @@ func (p *plain) upload(w http.ResponseWriter, r *http.Request) error {
 }
 
 func (p *plain) stream(w http.ResponseWriter, r *http.Request) error {
-	if _, ok := readBody(w, r); !ok {
-		return errAnswered
-	}
-	events, err := strconv.Atoi(r.URL.Query().Get("events"))
-	if err != nil || events < 0 {
-		events = 10
-	}
-	// Here ?ms= is the time of one event; else they share RunTime.
-	each := p.l.runTime(r)
-	if r.URL.Query().Get("ms") == "" && events > 0 {
-		each /= time.Duration(events)
-	}
-	w.Header().Set("Content-Type", "text/event-stream")
-	w.Header().Set("Cache-Control", "no-cache")
-	w.WriteHeader(http.StatusOK)
-	flusher := http.NewResponseController(w)
-	for i := range events {
-		if err := p.l.run(r.Context(), p.m, each); err != nil {
-			return err
-		}
-		if i == events/2 {
-			p.l.half(w)
-		}
-		if _, err := io.WriteString(w, streamEvent(i)); err != nil {
-			return err
-		}
-		if err := flusher.Flush(); err != nil {
-			return err
-		}
-	}
-	_, err = io.WriteString(w, streamEnd)
-	return err
+	return p.events(w, r, streamEvent)
 }
 
 func (p *plain) audio(w http.ResponseWriter, r *http.Request) {

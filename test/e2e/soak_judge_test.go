@@ -1,0 +1,225 @@
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+)
+
+// answerWithin is when a request of the soak has had its answer at the latest:
+// its budget, the longest upload, the longest run, and the longest fault.
+var answerWithin = slowly(25 * time.Second)
+
+// consequences is how long after a fault's end its traces may show: until the next probes have told the truth.
+var consequences = slowly(2 * time.Second)
+
+// judge decides whether an answer is right, an honest refusal, or wrong, and
+// counts it. It says whether the answer is the one that was asked for.
+func (k *soak) judge(a *asked, wrong func(body []byte) string) bool {
+	outcome := k.outcome(a, wrong)
+	k.rec.count("outcome", outcome)
+	k.rec.count("kind", a.kind)
+	return outcome == served
+}
+
+// The outcomes.
+const (
+	served    = "served"
+	refused   = "refused"
+	left      = "left"
+	brokenOff = "broken off with its server"
+	ownError  = "server's own error"
+	keepAlive = "keep-alive race"
+	notThere  = "not configured"
+	bad       = "WRONG"
+)
+
+func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
+	got := a.got
+	disturbed := k.disturbed(a.consumer, a.began, got.at)
+	switch {
+	case got.err != nil && a.leaves && errors.Is(got.err, context.DeadlineExceeded) && got.took < answerWithin:
+		return left
+	case got.err != nil && k.hard.Err() != nil:
+		return left
+	case got.err != nil && got.status == 0:
+		if k.spells.between(a.began, got.at, time.Second, spellReload, "") && closedIdle(got.err) {
+			return keepAlive
+		}
+		return k.wrong(a, "no answer: %v", got.err)
+	case got.err != nil:
+		if disturbed {
+			return brokenOff
+		}
+		return k.wrong(a, "cut after %d bytes: %v", len(got.body), got.err)
+	}
+	if doc, ok := refusalOf(got.body); ok {
+		return k.refusal(a, doc)
+	}
+	if got.status == 404 && string(got.body) == noRoute {
+		if k.spells.between(a.began, got.at, time.Second, spellGone, a.consumer) {
+			return notThere
+		}
+		return k.wrong(a, "no route")
+	}
+	by := got.header.Get("X-Modelserver")
+	switch {
+	case by != "" && by != a.consumer:
+		return k.wrong(a, "the answer is %s's", by)
+	case got.status >= 400 && (disturbed || k.scarce(a.consumer, a.began, got.at)) && (by != "" || a.cheap):
+		return ownError
+	case got.status >= 400 || got.status < 200 || by == "":
+		return k.wrong(a, "status %d from %q: %.200q", got.status, by, got.body)
+	}
+	if !a.cheap && got.header.Get("X-Gpu-Broker-Consumer") != a.consumer {
+		return k.wrong(a, "X-GPU-Broker-Consumer is %q", got.header.Get("X-Gpu-Broker-Consumer"))
+	}
+	if why := wrong(got.body); why != "" {
+		return k.wrong(a, "%s", why)
+	}
+	if a.cheap && got.took > slowly(3*time.Second) && !disturbed {
+		return k.wrong(a, "needs no GPU and took %s", got.took)
+	}
+	if !a.cheap {
+		k.rec.waited(waitOf(got))
+	}
+	return served
+}
+
+// refusal checks an error document of the broker's, and that something explains its code.
+func (k *soak) refusal(a *asked, doc refusalDocument) string {
+	k.rec.count("code", doc.Code)
+	k.rec.count("code of "+a.consumer, doc.Code)
+	got := a.got
+	after, _ := strconv.Atoi(got.header.Get("Retry-After"))
+	switch {
+	case refusalStatus[doc.Code] == 0 || refusalStatus[doc.Code] != got.status:
+		return k.wrong(a, "code %q with status %d", doc.Code, got.status)
+	case doc.Consumer != a.consumer || doc.Message == "" || !strings.HasPrefix(got.header.Get("Content-Type"), "application/json"):
+		return k.wrong(a, "an error document that is none: %s", got.body)
+	case got.status == 503 && (after < 1 || after > 60 || after != doc.RetryAfter):
+		return k.wrong(a, "%s with Retry-After %q and retry_after %d", doc.Code, got.header.Get("Retry-After"), doc.RetryAfter)
+	case got.at.Sub(a.sent) > soakBudget+slowly(3*time.Second) && doc.Code != "server_died":
+		return k.wrong(a, "%s came %s after the request, with a budget of %s: %s", doc.Code, got.at.Sub(a.sent), soakBudget, doc.Message)
+	case !k.explained(a, doc.Code):
+		return k.wrong(a, "nothing explains %s: %s", doc.Code, doc.Message)
+	}
+	return refused
+}
+
+// explained says whether the storm accounts for a refusal.
+func (k *soak) explained(a *asked, code string) bool {
+	lay := func(slack time.Duration, kind, on string) bool {
+		return k.spells.between(a.began, a.got.at, slowly(slack), kind, on)
+	}
+	switch code {
+	case "body_too_large":
+		return a.kind == "too large"
+	case "budget_exceeded", "queue_full": // there is more to do than can be done
+		return true
+	case "unhealthy":
+		return lay(2*time.Second, spellServer, a.consumer)
+	case "server_died":
+		return lay(2*time.Second, spellServer, a.consumer)
+	case "not_running":
+		return lay(2*time.Second, spellReload, "") || lay(2*time.Second, spellGone, a.consumer)
+	case "draining":
+		return lay(time.Second, spellDrain, a.consumer)
+	case "gpu_lost":
+		return lay(2*time.Second, spellGPU, "")
+	case "load_failed": // and a while after: it cools down
+		return lay(65*time.Second, spellServer, a.consumer) || lay(65*time.Second, spellMemory, "") || lay(65*time.Second, spellGPU, "") || lay(65*time.Second, spellTelemetry, "")
+	case "vram_exhausted": // memory that outsiders or lying servers keep
+		return lay(15*time.Second, spellServer, "") || lay(15*time.Second, spellMemory, "") || lay(15*time.Second, spellTelemetry, "") || lay(15*time.Second, spellGPU, "")
+	}
+	return false
+}
+
+// disturbed says whether a consumer's server was made to fail in a time.
+func (k *soak) disturbed(consumer string, from, to time.Time) bool {
+	return k.spells.between(from, to, consequences, spellServer, consumer)
+}
+
+// scarce says whether a server may have run out of memory in a time through no fault of the broker's.
+func (k *soak) scarce(consumer string, from, to time.Time) bool {
+	for _, kind := range []string{spellMemory, spellTelemetry, spellGPU} {
+		if k.spells.between(from, to, consequences, kind, "") {
+			return true
+		}
+	}
+	return false
+}
+
+func (k *soak) wrong(a *asked, format string, args ...any) string {
+	k.rec.violation("%s: %s %s (%s, began %+.3fs, sent %+.3fs): %s\n            going on: %s\n            status: %s", a.kind, a.method, a.path, a.id,
+		a.began.Sub(k.rec.began).Seconds(), a.sent.Sub(k.rec.began).Seconds(), fmt.Sprintf(format, args...), k.spells.around(a.began, time.Now()), k.glance(a.consumer))
+	return bad
+}
+
+// closedIdle says whether an error may come of a server that closes an idle
+// connection in the moment in which it is used again.
+func closedIdle(err error) bool {
+	text := err.Error()
+	for _, sign := range []string{"EOF", "connection reset", "broken pipe", "server closed idle connection", "GOAWAY", "connection refused", "client connection lost", "REFUSED_STREAM", "use of closed network connection"} {
+		if strings.Contains(text, sign) {
+			return true
+		}
+	}
+	return false
+}
+
+// waitOf is how long a request waited, by the answer's own word.
+func waitOf(a answer) time.Duration {
+	var queued, loading float64
+	_, _ = fmt.Sscanf(a.header.Get("Server-Timing"), "gpu-queue;dur=%f, gpu-load;dur=%f", &queued, &loading)
+	return time.Duration((queued + loading) * float64(time.Millisecond))
+}
+
+// servers looks at what the servers counted and did since the last look.
+func (k *soak) lookAtServers() {
+	for name, srv := range k.servers {
+		now := srv.Stats()
+		was := k.seen[name]
+		k.seen[name] = now
+		at := time.Now()
+		if n := now.UnloadsWhileBusy - was.UnloadsWhileBusy; n > 0 {
+			k.rec.count("server", "unloads under running work")
+			if !k.disturbed(name, at.Add(-2*time.Second), at) {
+				k.rec.violation("%s was unloaded under running work; going on: %s", name, k.spells.around(at.Add(-2*time.Second), at))
+			}
+		}
+		if n := now.OOMs - was.OOMs; n > 0 {
+			k.rec.count("server", "out of memory")
+			if !k.scarce(name, at.Add(-3*time.Second), at) && !k.spells.between(at.Add(-5*time.Second), at, consequences, spellServer, "") {
+				k.rec.violation("%s ran out of memory; going on: %s", name, k.spells.around(at.Add(-3*time.Second), at))
+			}
+		}
+		k.lookAtWork(name, srv)
+	}
+}
+
+// lookAtWork checks that no request was worked on twice or by another's server.
+func (k *soak) lookAtWork(name string, srv *modelserver.Server) {
+	last := k.seenEvent[name]
+	for _, e := range srv.Events() {
+		if e.Seq <= last {
+			continue
+		}
+		k.seenEvent[name] = e.Seq
+		if e.Kind != modelserver.EventWorkEnd || e.Tag == "" {
+			continue
+		}
+		if !strings.HasPrefix(e.Tag, name+"-") {
+			k.rec.violation("%s worked on %s, which is another's", name, e.Tag)
+		}
+		if k.worked[e.Tag] {
+			k.rec.violation("%s worked twice on %s", name, e.Tag)
+		}
+		k.worked[e.Tag] = true
+	}
+}

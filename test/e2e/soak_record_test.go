@@ -1,0 +1,188 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// record is what a soak counts, and the first things that it finds wrong.
+type record struct {
+	mu     sync.Mutex
+	began  time.Time
+	counts map[string]map[string]int // by group: "kind", "outcome", "code" …
+	first  []string                  // violations
+	wrong  int
+	waits  []time.Duration // of served requests, the newest
+	served int
+}
+
+// What a record keeps.
+const (
+	maxViolations = 20
+	maxWaits      = 200_000
+)
+
+func newRecord() *record { return &record{began: time.Now(), counts: map[string]map[string]int{}} }
+
+func (r *record) count(group, what string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.counts[group] == nil {
+		r.counts[group] = map[string]int{}
+	}
+	r.counts[group][what]++
+}
+
+func (r *record) violation(format string, args ...any) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.wrong++
+	if len(r.first) < maxViolations {
+		r.first = append(r.first, fmt.Sprintf("%7.3fs  ", time.Since(r.began).Seconds())+fmt.Sprintf(format, args...))
+	}
+}
+
+func (r *record) waited(d time.Duration) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.served++; len(r.waits) < maxWaits {
+		r.waits = append(r.waits, d)
+	} else {
+		r.waits[r.served%maxWaits] = d
+	}
+}
+
+// percentile is the wait that so many percent of the served requests did not exceed.
+func (r *record) percentile(percent int) time.Duration {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.waits) == 0 {
+		return 0
+	}
+	slices.Sort(r.waits)
+	return r.waits[(len(r.waits)-1)*percent/100]
+}
+
+// line tells a group's counts, the largest first.
+func (r *record) line(group string) string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	counts := r.counts[group]
+	names := slices.SortedFunc(maps.Keys(counts), func(a, b string) int {
+		if counts[a] != counts[b] {
+			return counts[b] - counts[a]
+		}
+		return strings.Compare(a, b)
+	})
+	var out []string
+	for _, n := range names {
+		out = append(out, fmt.Sprintf("%s %d", n, counts[n]))
+	}
+	if len(out) == 0 {
+		return "none"
+	}
+	return strings.Join(out, ", ")
+}
+
+// number is one count.
+func (r *record) number(group, what string) int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.counts[group][what]
+}
+
+// The kinds of spell.
+const (
+	spellServer    = "server"    // a server dies, hangs, refuses or lies
+	spellMemory    = "memory"    // an outsider holds memory
+	spellTelemetry = "telemetry" // nobody can look at the memory
+	spellGPU       = "gpu"       // the GPU is lost
+	spellReload    = "reload"    // Caddy takes a configuration
+	spellDrain     = "drain"     // on a consumer, or on all ("")
+	spellGone      = "gone"      // a consumer is not configured
+)
+
+// spell is a time in which something is wrong on purpose.
+type spell struct {
+	kind, on, what string
+	from, to       time.Time // to is zero while it lasts
+}
+
+// spells say what may excuse an answer that is no good one.
+type spells struct {
+	mu  sync.Mutex
+	all []*spell
+}
+
+// begin starts a spell; end must be called once.
+func (w *spells) begin(kind, on, what string) (end func()) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	s := &spell{kind: kind, on: on, what: what, from: time.Now()}
+	w.all = append(w.all, s)
+	return func() {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		s.to = time.Now()
+	}
+}
+
+// between says whether a spell of a kind lay in a time, or ended at most slack
+// before it. An empty on means any.
+func (w *spells) between(from, to time.Time, slack time.Duration, kind, on string) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, s := range w.all {
+		if s.kind == kind && (on == "" || s.on == "" || s.on == on) && !s.from.After(to) && (s.to.IsZero() || s.to.Add(slack).After(from)) {
+			return true
+		}
+	}
+	return false
+}
+
+// around tells the spells of a time, for people.
+func (w *spells) around(from, to time.Time) string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var out []string
+	for _, s := range w.all {
+		if s.from.After(to) || !s.to.IsZero() && s.to.Add(3*time.Second).Before(from) {
+			continue
+		}
+		end := "now"
+		if !s.to.IsZero() {
+			end = fmt.Sprintf("%+.2fs", s.to.Sub(from).Seconds())
+		}
+		out = append(out, fmt.Sprintf("%s %s %s %+.2fs..%s", s.kind, s.on, s.what, s.from.Sub(from).Seconds(), end))
+	}
+	return strings.Join(out, "; ")
+}
+
+// refusal is the error document of an answer that is one.
+type refusalDocument struct {
+	Message    string `json:"message"`
+	Type       string `json:"type"`
+	Code       string `json:"code"`
+	Consumer   string `json:"consumer"`
+	RetryAfter int    `json:"retry_after"`
+}
+
+func refusalOf(body []byte) (refusalDocument, bool) {
+	var doc struct {
+		Error refusalDocument `json:"error"`
+	}
+	err := json.Unmarshal(body, &doc)
+	return doc.Error, err == nil && doc.Error.Type == "gpu_broker_error"
+}
+
+// refusalStatus is the status of each code of spec §8 that a site can see.
+var refusalStatus = map[string]int{
+	"bad_request": 400, "unknown_model": 404, "body_too_large": 413, "never_fits": 422, "server_died": 502,
+	"unhealthy": 503, "not_running": 503, "queue_full": 503, "vram_exhausted": 503, "load_failed": 503, "gpu_lost": 503, "draining": 503,
+	"budget_exceeded": 504,
+}
