@@ -190,10 +190,9 @@ func (a *App) waitRuled(ctx context.Context, consumer string) error {
 	defer t.Stop()
 	select {
 	case <-ruled:
-		if !a.pool.broker.Knows(consumer) { // it never came to rule
-			return errNotStarted
-		}
 		return nil
+	case <-a.generation.Undone():
+		return errNotStarted
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	case <-t.C:

@@ -92,7 +92,6 @@ func (b *Broker) Close() {
 		}
 		for _, g := range b.gens[min(1, len(b.gens)):] {
 			g.discard()
-			close(g.ruled)
 		}
 		b.gens = nil
 	}

@@ -29,14 +29,23 @@ type Generation struct {
 
 	once   sync.Once
 	ruled  chan struct{}               // see Ruled
+	undone chan struct{}               // see Undone
 	opened map[string]lifecycle.Driver // of the consumers that are new or changed, until it rules
 }
 
-// Ruled is closed once the generation rules, or never will.
+// Ruled is closed once the generation rules.
 func (g *Generation) Ruled() <-chan struct{} {
-	g.once.Do(func() { g.ruled = make(chan struct{}) })
+	g.once.Do(g.init)
 	return g.ruled
 }
+
+// Undone is closed once it is clear that the generation never will rule.
+func (g *Generation) Undone() <-chan struct{} {
+	g.once.Do(g.init)
+	return g.undone
+}
+
+func (g *Generation) init() { g.ruled, g.undone = make(chan struct{}), make(chan struct{}) }
 
 // consumer is a model server as the broker knows it. Its fields are guarded by the broker's mutex.
 type consumer struct {
@@ -75,7 +84,7 @@ func (b *Broker) Push(g *Generation) error {
 	if learnt, first := b.recall(g); first {
 		b.step(scheduler.Recall{Learnt: learnt})
 	}
-	g.Ruled()
+	g.once.Do(g.init)
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.closed {
@@ -104,7 +113,6 @@ func (b *Broker) Pop(g *Generation) {
 	b.gens = slices.Delete(b.gens, i, i+1)
 	if i > 0 { // it never ruled
 		g.discard()
-		close(g.ruled)
 	} else if len(b.gens) > 0 && !b.closed {
 		b.rule(b.gens[0])
 	}
@@ -116,6 +124,7 @@ func (g *Generation) discard() {
 		_ = d.Close()
 	}
 	g.opened = nil
+	close(g.undone)
 }
 
 // Knows says whether there is a consumer of this name.
