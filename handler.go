@@ -183,6 +183,7 @@ type job struct {
 	// Of the list of those that run.
 	next, prev *job
 	request    *http.Request
+	detached   *detached   // nil: it ends when its client leaves
 	isCut      atomic.Bool // nothing more may be written
 }
 
@@ -196,6 +197,7 @@ func (j *job) done() {
 		j.body.Close()
 	}
 	j.ResponseWriterWrapper, j.handler, j.repl, j.submitted, j.body, j.status, j.lease, j.leased = caddyhttp.ResponseWriterWrapper{}, nil, nil, time.Time{}, nil, 0, broker.Lease{}, false
+	j.detached = nil
 	j.isCut.Store(false)
 	jobs.Put(j)
 }
@@ -203,15 +205,23 @@ func (j *job) done() {
 // WriteHeader notes the status of the answer.
 func (j *job) WriteHeader(status int) {
 	if j.status == 0 && status >= 200 || status == http.StatusSwitchingProtocols {
-		j.status = status
+		j.begin(status)
 	}
 	j.ResponseWriter.WriteHeader(status)
+}
+
+// begin notes that the answer begins.
+func (j *job) begin(status int) {
+	j.status = status
+	if j.detached != nil {
+		j.detached.answered()
+	}
 }
 
 // Write notes that there is an answer.
 func (j *job) Write(p []byte) (int, error) {
 	if j.status == 0 {
-		j.status = http.StatusOK
+		j.begin(http.StatusOK)
 	}
 	if j.isCut.Load() {
 		return 0, errCut
@@ -222,7 +232,10 @@ func (j *job) Write(p []byte) (int, error) {
 // ReadFrom notes that there is an answer, as Write does.
 func (j *job) ReadFrom(r io.Reader) (int64, error) {
 	if j.status == 0 {
-		j.status = http.StatusOK
+		j.begin(http.StatusOK)
+	}
+	if j.isCut.Load() {
+		return 0, errCut
 	}
 	return j.ResponseWriterWrapper.ReadFrom(r)
 }
@@ -350,10 +363,16 @@ func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler
 	j.ResponseWriterWrapper.ResponseWriter = w
 	j.status = 0
 	inner, completed := r, false
-	if limit := j.handler.maxRun; limit > 0 {
-		ctx, cancel := context.WithTimeoutCause(r.Context(), limit, errMaxRun)
-		defer cancel()
+	if j.lease.Loads {
+		var ctx context.Context
+		ctx, j.detached = detach(r.Context(), time.Duration(j.handler.consumer.LoadTimeout))
+		defer j.detached.end()
 		inner = r.WithContext(ctx)
+	}
+	if limit := j.handler.maxRun; limit > 0 {
+		ctx, cancel := context.WithTimeoutCause(inner.Context(), limit, errMaxRun)
+		defer cancel()
+		inner = inner.WithContext(ctx)
 	}
 	running := &j.handler.pool.running
 	running.add(j, r)

@@ -104,6 +104,9 @@ func (l *runs) cut() (n int) {
 	for j := l.first; j != nil; j = j.next {
 		n++
 		j.isCut.Store(true)
+		if j.detached != nil {
+			j.detached.cancel()
+		}
 		if conn, ok := j.request.Context().Value(caddyhttp.ConnCtxKey).(net.Conn); ok {
 			_ = conn.Close()
 		}

@@ -25,6 +25,7 @@ type Lease struct {
 	Consumer string
 	Upstream string        // host:port of the server, or empty
 	Async    bool          // its work may outlive its answer
+	Loads    bool          // its server loads inside it
 	Queued   time.Duration // how long it waited for its turn
 	Loading  time.Duration // … and how long for its load
 }
@@ -118,7 +119,7 @@ func (b *Broker) await(ctx context.Context, lease Lease, w *waiter) (Lease, erro
 	}
 	lease.Began = time.Now()
 	lease.Queued, lease.Loading = w.queued, w.loading
-	lease.Upstream, lease.Async = w.upstream, w.async
+	lease.Upstream, lease.Async, lease.Loads = w.upstream, w.async, w.loads
 	return lease, nil
 }
 

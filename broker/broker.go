@@ -57,6 +57,7 @@ type waiter struct {
 	loading  time.Duration
 	upstream string // of the consumer as it was admitted: a reload may have moved it meanwhile
 	async    bool
+	loads    bool // the server loads inside this job
 }
 
 // New makes a broker without a configuration. Close ends it.
@@ -129,9 +130,9 @@ func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) 
 	for _, e := range effects {
 		switch e.Kind {
 		case scheduler.Admit:
-			b.grant(now, e.Job, nil)
+			b.grant(now, e, nil)
 		case scheduler.Refuse:
-			b.grant(now, e.Job, e.Refusal)
+			b.grant(now, e, e.Refusal)
 		case scheduler.Decided:
 			b.record(*e.Decision)
 		case scheduler.Queued, scheduler.NotNow:
@@ -172,13 +173,13 @@ func (b *Broker) wake() {
 }
 
 // grant tells a waiter its answer.
-func (b *Broker) grant(now time.Time, id scheduler.JobID, r *scheduler.Refusal) {
-	w := b.waiters[id]
+func (b *Broker) grant(now time.Time, e scheduler.Effect, r *scheduler.Refusal) {
+	w := b.waiters[e.Job]
 	if w == nil {
 		return
 	}
-	delete(b.waiters, id)
-	w.refusal = r
+	delete(b.waiters, e.Job)
+	w.refusal, w.loads = r, e.Loads
 	w.loading = w.consumer.loadedSince(w.since)
 	w.queued = max(0, now.Sub(w.since)-w.loading)
 	w.upstream, w.async = w.consumer.upstream, w.consumer.async

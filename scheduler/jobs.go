@@ -145,7 +145,7 @@ func (s *State) start(now time.Time, j *job) {
 			}
 		}
 	}
-	s.emit(Effect{Kind: Admit, Job: j.id, Slot: sl.cfg.Name})
+	s.emit(Effect{Kind: Admit, Job: j.id, Slot: sl.cfg.Name, Loads: sl.warming && sl.first == j.id})
 }
 
 // refuse ends a waiting job with an error.

@@ -266,6 +266,7 @@ type Effect struct {
 	Slot     string
 	Epoch    uint64
 	After    time.Duration
+	Loads    bool // of Admit: the server loads inside this job
 	Refusal  *Refusal
 	Decision *Decision
 }

@@ -205,9 +205,9 @@ func TestFC05_LazyServerThatBreaksOffItsLoadWithTheRequestIsWarmForTheRetry(t *t
 		Global: fmt.Sprintf("consumer f {\nupstream %s\nvram 9GiB\nhealth /health {\nloaded $.loaded\n}\nunload POST /unload\n}", addr),
 		Routes: "handle_path /f/* {\ngpu_broker f\nreverse_proxy {http.gpu_broker.upstream}\n}",
 	})
-	for range 3 {
-		s.impatient(load*3/4, "/f/synthesize", "x")
-		s.until("its load runs or is done", func() bool { begun, _ := f.counts(); return begun > 0 })
+	s.gaveUp(s.impatient(load*3/4, "/f/synthesize", "x"))
+	for range 3 { // who comes next joins the load that goes on, or finds the model loaded
+		s.await(s.impatient(load*3/4, "/f/synthesize", "x"))
 	}
 	s.until("nobody works", func() bool { return s.status().Consumers["f"].Active == 0 && s.status().Scheduler.QueueDepth == 0 })
 	a := s.post("/f/synthesize", "x")
@@ -356,7 +356,6 @@ func TestFC15_WaitersOfALoadThatFailsAreToldOnceAndTheNextRequestAfterTheCoolDow
 	a := s.serve("m") // waits for the end of the cool-down
 	require.False(t, a.at.Before(cools))
 	require.EqualValues(t, 1, s.status().Scheduler.LoadFailures)
-	require.Empty(t, s.status().Consumers["m"].Slots[0].CoolsUntil)
 }
 
 func TestFC15_CoolDownGrowsWithEachFailureAndIsForgottenAfterASuccess(t *testing.T) {

@@ -58,7 +58,7 @@ var kindsOfClient = []struct {
 	{"uploader", 5, 500 * time.Millisecond, (*soaker).uploader},
 	{"cheap", 3, 200 * time.Millisecond, (*soaker).cheap},
 	{"chat", 4, 400 * time.Millisecond, (*soaker).chat},
-	{"image", 2, 700 * time.Millisecond, (*soaker).image},
+	{"image", 3, 500 * time.Millisecond, (*soaker).image},
 	{"websocket", 2, 300 * time.Millisecond, (*soaker).websocket},
 	{"too large", 1, 900 * time.Millisecond, (*soaker).tooLarge},
 }
@@ -69,7 +69,7 @@ var plainConsumers = []string{"text", "text", "text", "voice", "voice", "lazy", 
 func (k *soak) newSoaker(kind string, n int) *soaker {
 	c := &soaker{k: k, kind: kind, http: k.newClient(), rng: rand.New(rand.NewPCG(uint64(k.seed), uint64(n)))}
 	c.http.Timeout = 0
-	if n%2 == 1 || kind == "websocket" { // HTTP/1.1
+	if n%2 == 1 && kind != "too large" || kind == "websocket" { // HTTP/1.1
 		tr := c.http.Transport.(*http.Transport)
 		tr.ForceAttemptHTTP2 = false
 		tr.TLSNextProto = map[string]func(string, *tls.Conn) http.RoundTripper{}

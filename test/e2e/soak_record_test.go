@@ -105,6 +105,7 @@ const (
 	spellReload    = "reload"    // Caddy takes a configuration
 	spellDrain     = "drain"     // on a consumer, or on all ("")
 	spellGone      = "gone"      // a consumer is not configured
+	spellLeft      = "left"      // a client of a consumer has left
 )
 
 // spell is a time in which something is wrong on purpose.
@@ -151,7 +152,7 @@ func (w *spells) around(from, to time.Time) string {
 	defer w.mu.Unlock()
 	var out []string
 	for _, s := range w.all {
-		if s.from.After(to) || !s.to.IsZero() && s.to.Add(3*time.Second).Before(from) {
+		if s.from.After(to) || !s.to.IsZero() && s.to.Add(3*time.Second).Before(from) || s.kind == spellLeft {
 			continue
 		}
 		end := "now"

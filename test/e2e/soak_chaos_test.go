@@ -1,0 +1,314 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu/simulated"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+)
+
+// themes follow one another, so that what each kind of trouble does can be told apart.
+var themes = []struct {
+	name string
+	acts []string
+}{
+	{"reloads", []string{"good reload", "good reload", "bad reload", "look"}},
+	{"servers", []string{"kill", "fault", "fault", "fault", "look"}},
+	{"calm", []string{"look"}},
+	{"memory", []string{"outsider", "outsider", "telemetry", "gpu"}},
+	{"by hand", []string{"load", "unload", "drain", "drain all", "good reload", "look"}},
+	{"all", []string{"good reload", "bad reload", "kill", "fault", "fault", "outsider", "telemetry", "gpu", "load", "unload", "drain", "drain all", "look"}},
+}
+
+// themeLasts is how long each of them does.
+const themeLasts = 6 * time.Second
+
+// chaos does things until ctx ends, and returns once all of them are undone.
+// What it does follows from the seed; when, also from how long it takes.
+func (k *soak) chaos(ctx context.Context, rng *rand.Rand) {
+	began := time.Now()
+	for ctx.Err() == nil {
+		theme := themes[int(time.Since(began)/themeLasts)%len(themes)]
+		act := theme.acts[rng.IntN(len(theme.acts))]
+		dice := rand.New(rand.NewPCG(rng.Uint64(), 0))
+		pause := slowly(time.Duration(100+rng.IntN(500)) * time.Millisecond)
+		k.acts[act](k, ctx, dice)
+		select {
+		case <-ctx.Done():
+		case <-time.After(pause):
+		}
+	}
+	k.pending.Wait()
+}
+
+// acts are what chaos can do, by name. Those that last go on in the background, one for each subject.
+func soakActs() map[string]func(k *soak, ctx context.Context, dice *rand.Rand) {
+	return map[string]func(k *soak, ctx context.Context, dice *rand.Rand){
+		"good reload": (*soak).goodReload,
+		"bad reload":  (*soak).badReload,
+		"look":        (*soak).lookByAdmin,
+		"kill":        (*soak).kill,
+		"fault":       (*soak).fault,
+		"outsider":    (*soak).outsiderComes,
+		"telemetry": func(k *soak, ctx context.Context, dice *rand.Rand) {
+			k.gpuState(ctx, dice, spellTelemetry, "telemetry lost")
+		},
+		"gpu":    func(k *soak, ctx context.Context, dice *rand.Rand) { k.gpuState(ctx, dice, spellGPU, "lost 0") },
+		"load":   func(k *soak, _ context.Context, dice *rand.Rand) { k.byHand(dice, "load") },
+		"unload": func(k *soak, _ context.Context, dice *rand.Rand) { k.byHand(dice, "unload") },
+		"drain": func(k *soak, ctx context.Context, dice *rand.Rand) {
+			k.drain(ctx, dice, soakNames[dice.IntN(len(soakNames))])
+		},
+		"drain all": func(k *soak, ctx context.Context, dice *rand.Rand) { k.drain(ctx, dice, "") },
+	}
+}
+
+var soakNames = []string{"text", "voice", "lazy", "llm", "image", "embed", "pinned", "guest"}
+
+// lasting does something in the background for a while and undoes it, unless the subject has trouble already.
+func (k *soak) lasting(ctx context.Context, subject string, d time.Duration, begin func() (end func())) {
+	if _, busy := k.subjects.LoadOrStore(subject, true); busy {
+		return
+	}
+	end := begin()
+	k.pending.Go(func() {
+		defer k.subjects.Delete(subject)
+		defer end()
+		select {
+		case <-ctx.Done():
+		case <-time.After(d):
+		}
+	})
+}
+
+// someTime is between from and to.
+func someTime(dice *rand.Rand, from, to time.Duration) time.Duration {
+	return from + time.Duration(dice.Int64N(int64(to-from)))
+}
+
+func (k *soak) kill(ctx context.Context, dice *rand.Rand) {
+	name := soakNames[dice.IntN(len(soakNames))]
+	srv := k.servers[name]
+	k.lasting(ctx, name, someTime(dice, 50*time.Millisecond, 1500*time.Millisecond), func() func() {
+		end := k.spells.begin(spellServer, name, "killed")
+		k.rec.count("chaos", "kill")
+		srv.Kill()
+		return func() {
+			k.revive(srv)
+			end()
+		}
+	})
+}
+
+func (k *soak) revive(srv *modelserver.Server) {
+	if err := srv.Restart(); err != nil {
+		k.rec.violation("the soak itself: %s could not be restarted: %v", srv.Name(), err)
+	}
+}
+
+// faults are the ways in which servers misbehave, each with the longest time.
+var soakFaults = []struct {
+	name string
+	most time.Duration
+	set  func(f *modelserver.Faults)
+}{
+	{"hang health", 3 * time.Second, func(f *modelserver.Faults) { f.HangHealth = true }},
+	{"health 500", time.Second, func(f *modelserver.Faults) { f.HealthStatus = 500 }},
+	{"hang load", 3 * time.Second, func(f *modelserver.Faults) { f.HangLoad = true }},
+	{"hang unload", 3 * time.Second, func(f *modelserver.Faults) { f.HangUnload = true }},
+	{"fail unload", 2 * time.Second, func(f *modelserver.Faults) { f.FailUnload = true }},
+	{"refuse load", time.Second, func(f *modelserver.Faults) { f.RefuseLoad = true }},
+	{"load out of memory", time.Second, func(f *modelserver.Faults) { f.OOMLoads = 1 }},
+	{"die on load", 2 * time.Second, func(f *modelserver.Faults) { f.DieOnLoad = true }},
+	{"lie unloaded", 3 * time.Second, func(f *modelserver.Faults) { f.LieUnloaded = true }},
+	{"lie still loaded", 3 * time.Second, func(f *modelserver.Faults) { f.LieStillLoaded = true }},
+	{"never release", 3 * time.Second, func(f *modelserver.Faults) { f.NeverRelease = true }},
+	{"hold more", 3 * time.Second, func(f *modelserver.Faults) { f.Extra = gpu.GiB }},
+	{"leak", 3 * time.Second, func(f *modelserver.Faults) { f.LeakPerCycle = 300 * gpu.MiB }},
+	{"die mid body", 2 * time.Second, func(f *modelserver.Faults) { f.DieMidBody = true }},
+	{"abort mid body", time.Second, func(f *modelserver.Faults) { f.AbortMidBody = true }},
+	{"die on request", 2 * time.Second, func(f *modelserver.Faults) { f.DieOnRequest = true }},
+	{"hang work", 2 * time.Second, func(f *modelserver.Faults) {
+		f.HangPaths = []string{"/proof", "/proof/stream", "/prompt", "/api/generate"}
+	}},
+	{"fail work", time.Second, func(f *modelserver.Faults) { f.FailPaths = map[string]int{"/proof": 500, "/prompt": 500} }},
+}
+
+func (k *soak) fault(ctx context.Context, dice *rand.Rand) {
+	name := soakNames[dice.IntN(len(soakNames))]
+	fault := soakFaults[dice.IntN(len(soakFaults))]
+	srv := k.servers[name]
+	k.lasting(ctx, name, someTime(dice, fault.most/4, fault.most), func() func() {
+		end := k.spells.begin(spellServer, name, fault.name)
+		k.rec.count("chaos", "fault")
+		k.rec.count("fault", fault.name)
+		srv.SetFaults(fault.set)
+		return func() {
+			srv.SetFaults(func(f *modelserver.Faults) { *f = modelserver.Faults{} })
+			if fault.name == "leak" || !srv.Stats().Alive {
+				k.revive(srv)
+			}
+			end()
+		}
+	})
+}
+
+func (k *soak) outsiderComes(ctx context.Context, dice *rand.Rand) {
+	amount := gpu.Bytes(1+dice.IntN(12)) * gpu.GiB
+	k.lasting(ctx, "outsider", someTime(dice, 300*time.Millisecond, 3*time.Second), func() func() {
+		end := k.spells.begin(spellMemory, "", "outsider of "+amount.String())
+		k.rec.count("chaos", "outsider")
+		h, err := simulated.NewOutsider(k.sim, "game")
+		if err == nil {
+			err = h.Set(0, amount)
+		}
+		if err != nil {
+			k.rec.violation("the soak itself: %v", err)
+		}
+		return func() {
+			_ = h.Close()
+			end()
+		}
+	})
+}
+
+func (k *soak) gpuState(ctx context.Context, dice *rand.Rand, kind, line string) {
+	k.lasting(ctx, "gpu", someTime(dice, 300*time.Millisecond, 2500*time.Millisecond), func() func() {
+		end := k.spells.begin(kind, "", line)
+		k.rec.count("chaos", kind)
+		k.mustWrite(simulated.WriteState(k.sim, line))
+		return func() {
+			k.mustWrite(simulated.WriteState(k.sim))
+			end()
+		}
+	})
+}
+
+func (k *soak) mustWrite(err error) {
+	if err != nil {
+		k.rec.violation("the soak itself: %v", err)
+	}
+}
+
+// byHand loads or unloads by the admin API. What it answers depends on the storm; it must be one of its answers.
+func (k *soak) byHand(dice *rand.Rand, act string) {
+	name := soakNames[dice.IntN(len(soakNames))]
+	status, body := k.adminPost(fmt.Sprintf("/gpu_broker/consumers/%s/%s?wait=%dms", name, act, dice.IntN(1500)))
+	k.rec.count("chaos", act+" by hand")
+	k.rec.count("by hand", fmt.Sprintf("%s %d", act, status))
+	switch status {
+	case 200, 202, 404, 409, 500, 503, 504:
+	default:
+		k.rec.violation("%s of %s by hand: %d %s", act, name, status, body)
+	}
+}
+
+func (k *soak) drain(ctx context.Context, dice *rand.Rand, name string) {
+	path, most := "/gpu_broker/", time.Second
+	if name != "" {
+		path, most = "/gpu_broker/consumers/"+name+"/", 2*time.Second
+	}
+	k.lasting(ctx, "drain", someTime(dice, 200*time.Millisecond, most), func() func() {
+		end := k.spells.begin(spellDrain, name, "drain")
+		k.rec.count("chaos", "drain")
+		there := k.adminAct(path + "drain?wait=1ms")
+		return func() {
+			if there && !k.adminAct(path+"resume") && name != "guest" { // which may have gone meanwhile
+				k.rec.violation("%s could not be resumed", path)
+			}
+			end()
+		}
+	})
+}
+
+func (k *soak) adminAct(path string) bool {
+	status, body := k.adminPost(path)
+	if status != 200 && status != 202 && !(status == 404 && strings.Contains(path, "/guest/")) {
+		k.rec.violation("%s: %d %s", path, status, body)
+	}
+	return status == 200 || status == 202
+}
+
+func (k *soak) adminPost(path string) (int, string) {
+	k.adminTurn.RLock()
+	defer k.adminTurn.RUnlock()
+	return k.admin0("POST", path, "", nil)
+}
+
+// lookByAdmin scrapes.
+func (k *soak) lookByAdmin(_ context.Context, dice *rand.Rand) {
+	k.adminTurn.RLock()
+	defer k.adminTurn.RUnlock()
+	path := []string{"/metrics", "/gpu_broker/status", "/gpu_broker/decisions"}[dice.IntN(3)]
+	if status, body := k.admin0("GET", path, "", nil); status != 200 {
+		k.rec.violation("%s: %d %.200s", path, status, body)
+	}
+	k.rec.count("looks", "by the admin API")
+}
+
+func (k *soak) goodReload(_ context.Context, dice *rand.Rand) {
+	next := k.settings()
+	next.edit++
+	switch dice.IntN(6) {
+	case 0:
+		next.concurrency = 6 - next.concurrency
+	case 1:
+		next.vram = []float64{7, 7.5, 8}[dice.IntN(3)]
+	case 2:
+		next.idle = []string{"1s", "2s", "4s"}[dice.IntN(3)]
+	case 3:
+		next.pin = !next.pin
+	case 4:
+		next.guest = !next.guest
+	}
+	k.reloadTo(next)
+}
+
+// reloadTo gives Caddy a configuration that it must take.
+func (k *soak) reloadTo(next settings) {
+	k.adminTurn.Lock()
+	defer k.adminTurn.Unlock()
+	end := k.spells.begin(spellReload, "", "good reload")
+	defer end()
+	if !next.guest && k.gone == nil {
+		k.gone = k.spells.begin(spellGone, "guest", "taken away")
+	}
+	k.rec.count("chaos", "good reload")
+	ruling := k.rule(next)
+	status, body := k.admin0("POST", "/load", "text/caddyfile", strings.NewReader(next.apply(k.base)))
+	if status != 200 {
+		k.rec.violation("a good configuration was refused: %d %s", status, body)
+	}
+	ruling()
+	if next.guest && k.gone != nil {
+		k.gone()
+		k.gone = nil
+	}
+}
+
+// badReload gives Caddy a configuration that it must refuse, with changes that must never show.
+func (k *soak) badReload(_ context.Context, dice *rand.Rand) {
+	next := k.settings()
+	next.vram = []float64{7, 7.5, 8, 7}[indexOf(next.vram)+1]
+	next.pin = !next.pin
+	how := spoilings[dice.IntN(len(spoilings))]
+	if how == "bad consumer" {
+		next.guest = true
+	}
+	k.adminTurn.Lock()
+	defer k.adminTurn.Unlock()
+	defer k.spells.begin(spellReload, "", "bad reload: "+how)()
+	k.rec.count("chaos", "bad reload")
+	k.rec.count("bad reload", how)
+	status, body := k.admin0("POST", "/load", "text/caddyfile", strings.NewReader(spoil(next.apply(k.base), how, k.taken.Addr().String())))
+	if status == 200 || status == 0 {
+		k.rec.violation("a bad configuration (%s): %d %s", how, status, body)
+	}
+}
+
+func indexOf(vram float64) int { return int((vram - 7) * 2) }

@@ -1,0 +1,349 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"os"
+	"path/filepath"
+	"runtime/pprof"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu/simulated"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+)
+
+// soak is a storm over one site: dozens of clients, reloads, dying servers, and
+// looks at whether all goes right meanwhile.
+type soak struct {
+	*site
+	seed   int64
+	hard   context.Context // ends when all must be over
+	rec    *record
+	spells *spells
+	acts   map[string]func(k *soak, ctx context.Context, dice *rand.Rand)
+
+	base      string       // the Caddyfile with soakSettings
+	taken     net.Listener // on the port that a bad configuration wants
+	adminTurn sync.RWMutex // a reload starts the admin endpoint anew
+	gone      func()       // ends the spell in which guest isn't there; guarded by adminTurn
+
+	mu    sync.Mutex
+	confs []ruling // that Caddy took, oldest first
+
+	pending  sync.WaitGroup // what chaos does in the background
+	subjects sync.Map       // that have trouble
+
+	status0   atomic.Pointer[broker.Status] // the last seen
+	depth     atomic.Int64                  // the largest
+	seen      map[string]modelserver.Stats  // by the watch
+	seenEvent map[string]int
+	worked    map[string]bool
+}
+
+// ruling is a configuration and when it may have ruled.
+type ruling struct {
+	settings
+	from, to time.Time // to is zero while it rules
+}
+
+// slowly stretches a bound on time for a binary with the race detector.
+func slowly(d time.Duration) time.Duration {
+	if os.Getenv("GPU_BROKER_RACE") != "" {
+		return 3 * d
+	}
+	return d
+}
+
+// The soak's times beside that of the storm, which $SOAK gives.
+const (
+	shortStorm = 10 * time.Second // without $SOAK
+	settling   = 100 * time.Second
+	grace      = time.Minute
+)
+
+func TestSoak(t *testing.T) {
+	lasts, seed := shortStorm, time.Now().UnixNano()
+	if text := os.Getenv("SOAK"); text != "" {
+		d, err := time.ParseDuration(text)
+		require.NoError(t, err, "SOAK is how long it storms: 3m, for example")
+		lasts = d
+	}
+	if text := os.Getenv("SOAK_SEED"); text != "" {
+		_, err := fmt.Sscan(text, &seed)
+		require.NoError(t, err, "SOAK_SEED is a number")
+	}
+	t.Logf("it storms for %s; SOAK_SEED=%d", lasts, seed)
+	warmUp := min(lasts/2, 15*time.Second)
+	all := lasts + warmUp + 2*slowly(settling) + grace
+	hard, cancel := context.WithTimeout(t.Context(), all)
+	defer cancel()
+
+	k := newSoak(t, seed, hard)
+	defer k.report(lasts)
+	alarm := time.AfterFunc(all+grace, k.hangs)
+	defer alarm.Stop()
+
+	k.storm(warmUp, 1)
+	first := k.settle()
+	t.Logf("quiet before the storm: %s", first)
+	k.storm(lasts, 2)
+	last := k.settle()
+	t.Logf("quiet after the storm:  %s", last)
+	k.compare(first, last)
+}
+
+func newSoak(t *testing.T, seed int64, hard context.Context) *soak {
+	k := &soak{site: start(t, soakLayout()), seed: seed, hard: hard, rec: newRecord(), spells: &spells{}, acts: soakActs(),
+		seen: map[string]modelserver.Stats{}, seenEvent: map[string]int{}, worked: map[string]bool{},
+		confs: []ruling{{settings: soakSettings}}}
+	text, err := os.ReadFile(filepath.Join(k.dir, "Caddyfile"))
+	require.NoError(t, err)
+	k.base = string(text)
+	k.taken, err = net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = k.taken.Close() })
+	return k
+}
+
+// storm runs clients, chaos and the watch for so long, and returns when all of them have ended.
+func (k *soak) storm(lasts time.Duration, stream uint64) {
+	ctx, cancel := context.WithTimeout(k.hard, lasts)
+	defer cancel()
+	watched, unwatch := context.WithCancel(k.hard)
+	defer unwatch()
+	var clients, rest sync.WaitGroup
+	n := 0
+	for _, kind := range kindsOfClient {
+		for range kind.n {
+			n++
+			c := k.newSoaker(kind.name, int(stream)<<16+n)
+			clients.Go(func() { c.loop(ctx, slowly(kind.pause), kind.act) })
+		}
+	}
+	rest.Go(func() { k.watch(watched) })
+	k.chaos(ctx, rand.New(rand.NewPCG(uint64(k.seed), stream)))
+	clients.Wait()
+	unwatch()
+	rest.Wait()
+}
+
+// settle ends all trouble, sees that every consumer serves, and looks at the process once it is quiet.
+func (k *soak) settle() sample {
+	k.mustWrite(simulated.WriteState(k.sim))
+	k.reloadTo(soakSettings)
+	for _, srv := range k.servers {
+		srv.SetFaults(func(f *modelserver.Faults) { *f = modelserver.Faults{} })
+		k.revive(srv)
+	}
+	k.lookAtServers()
+	deadline := time.Now().Add(slowly(settling) * 3 / 4) // a slot cools down for a minute at most
+	for {
+		why := k.unquiet()
+		if why == "" {
+			break
+		}
+		if time.Now().After(deadline) {
+			k.rec.violation("the storm is over and %s\n%s", why, k.glance())
+			break
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	k.freshRequests()
+	k.client.CloseIdleConnections()
+	return k.calmest()
+}
+
+// unquiet says what goes on yet.
+func (k *soak) unquiet() string {
+	st, err := k.statusBy(k.hard, k.client)
+	if err != nil {
+		return err.Error()
+	}
+	k.status0.Store(&st)
+	if st.Scheduler.QueueDepth > 0 || st.Scheduler.InFlight > 0 {
+		return fmt.Sprintf("%d requests wait, %d run", st.Scheduler.QueueDepth, st.Scheduler.InFlight)
+	}
+	for name, c := range st.Consumers {
+		s := c.Slots[0]
+		switch {
+		case c.Removed:
+			return name + " is not gone yet"
+		case c.Health != "healthy":
+			return name + " is " + c.Health + ": " + c.Reason
+		case s.State == "LOADING" || s.State == "STOPPING" || s.State == "UNKNOWN":
+			return name + " is " + s.State
+		case s.CoolsUntil != "":
+			if at, err := time.Parse(time.RFC3339Nano, s.CoolsUntil); err == nil && at.After(time.Now()) {
+				return name + " cools down"
+			}
+		}
+	}
+	return ""
+}
+
+// freshRequests asks every consumer once: each must serve within its load time, that of the unloads before it, and a bound.
+func (k *soak) freshRequests() {
+	for i, name := range soakNames {
+		c := k.newSoaker("fresh", i)
+		began := time.Now()
+		before := k.rec.number("outcome", served)
+		switch name {
+		case "llm":
+			c.chat(k.hard)
+		case "image":
+			c.image(k.hard)
+		default:
+			a := c.ask(name, "POST", "/proof", "ms", 10)
+			c.send(k.hard, a)
+			k.judge(a, exactly(modelserver.ProofBytes(name, a.id, nil, 0)))
+		}
+		c.http.CloseIdleConnections()
+		took := time.Since(began)
+		if k.rec.number("outcome", served) == before {
+			k.rec.violation("after the storm %s does not serve:\n%s", name, k.glance())
+		} else if most := k.loadTime(name) + slowly(3*time.Second); took > most {
+			k.rec.violation("after the storm %s took %s, wanted %s at most", name, took, most)
+		}
+	}
+}
+
+func (k *soak) loadTime(name string) time.Duration {
+	for _, c := range k.layout.Consumers {
+		if c.Name == name {
+			return c.LoadTime
+		}
+	}
+	return 0
+}
+
+// calmest is the least that the process has over a few seconds: connections and servers of old configurations end meanwhile.
+func (k *soak) calmest() sample {
+	var least sample
+	for range 10 {
+		time.Sleep(500 * time.Millisecond)
+		s, err := k.sampleProcess()
+		if err != nil {
+			k.rec.violation("looking at the process: %v", err)
+			return least
+		}
+		if least.goroutines == 0 || s.goroutines < least.goroutines {
+			least.goroutines, least.stacks = s.goroutines, s.stacks
+		}
+		if least.files == 0 || s.files < least.files {
+			least.files = s.files
+		}
+		if least.heap == 0 || s.heap < least.heap {
+			least.heap = s.heap
+		}
+		if least.rss == 0 || s.rss < least.rss {
+			least.rss = s.rss
+		}
+	}
+	return least
+}
+
+// compare says what has grown.
+func (k *soak) compare(first, last sample) {
+	if last.goroutines > first.goroutines+20 {
+		k.rec.violation("goroutines grew from %d to %d:\n%s", first.goroutines, last.goroutines, grown(first.stacks, last.stacks))
+	}
+	if last.files > first.files+15 {
+		k.rec.violation("open files grew from %d to %d", first.files, last.files)
+	}
+	if last.heap > first.heap*3/2+gib(8.0/1024) {
+		k.rec.violation("the heap grew from %s to %s", first.heap, last.heap)
+	}
+	if last.rss > first.rss*3/2+gib(48.0/1024) {
+		k.rec.violation("the resident memory grew from %s to %s", first.rss, last.rss)
+	}
+}
+
+// rule says that Caddy is about to take a configuration; done, that it has.
+func (k *soak) rule(next settings) (done func()) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.confs = append(k.confs, ruling{settings: next, from: time.Now()})
+	last := len(k.confs) - 1
+	return func() {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		k.confs[last-1].to = time.Now()
+	}
+}
+
+// ruled are the configurations that ruled at some time since.
+func (k *soak) ruled(since time.Time) (out []settings) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, c := range k.confs {
+		if c.to.IsZero() || c.to.After(since) {
+			out = append(out, c.settings)
+		}
+	}
+	return out
+}
+
+func (k *soak) settings() settings {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.confs[len(k.confs)-1].settings
+}
+
+func (k *soak) deepest(depth int) {
+	if int64(depth) > k.depth.Load() {
+		k.depth.Store(int64(depth))
+	}
+}
+
+// glance tells the last status, for people.
+func (k *soak) glance() string {
+	if st := k.status0.Load(); st != nil {
+		return brief(*st)
+	}
+	return "none"
+}
+
+// hangs ends a soak that does not end by itself.
+func (k *soak) hangs() {
+	_ = k.cmd.Process.Kill()
+	_ = pprof.Lookup("goroutine").WriteTo(os.Stderr, 2)
+	panic(fmt.Sprintf("the soak with SOAK_SEED=%d hangs", k.seed))
+}
+
+func (k *soak) report(lasts time.Duration) {
+	st := broker.Status{}
+	if last := k.status0.Load(); last != nil {
+		st = *last
+	}
+	t := st.Scheduler
+	var b strings.Builder
+	line := func(name, format string, args ...any) {
+		fmt.Fprintf(&b, "  %-18s %s\n", name, fmt.Sprintf(format, args...))
+	}
+	line("storm", "%s, SOAK_SEED=%d", lasts, k.seed)
+	for _, group := range []string{"outcome", "code", "kind", "image work", "websocket", "chaos", "bad reload", "fault", "by hand", "server", "looks"} {
+		line(group, "%s", k.rec.line(group))
+	}
+	for _, name := range soakNames {
+		if codes := k.rec.line("code of " + name); codes != "none" {
+			line("  refused "+name, "%s", codes)
+		}
+	}
+	line("scheduler", "jobs %d, loads %d, load failures %d, evictions %d, by hand %d, unload failures %d, refused %d, cancelled %d",
+		t.TotalJobs, t.Loads, t.LoadFailures, t.Evictions, t.ManualUnloads, t.UnloadFailures, t.Refused, t.Cancelled)
+	line("deepest queue", "%d", k.depth.Load())
+	line("wait of the served", "p50 %s, p90 %s, p99 %s", k.rec.percentile(50), k.rec.percentile(90), k.rec.percentile(99))
+	k.t.Logf("the soak's figures\n%s", b.String())
+	if k.rec.wrong > 0 {
+		k.t.Errorf("SOAK_SEED=%d: %d violations; the first:\n%s", k.seed, k.rec.wrong, strings.Join(k.rec.first, "\n"))
+	}
+}

@@ -1,0 +1,280 @@
+package e2e
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// watch polls the live status and holds it against the invariants of the
+// scheduler's property tests, until ctx ends.
+func (k *soak) watch(ctx context.Context) {
+	client := k.newClient()
+	defer client.CloseIdleConnections()
+	ticks := time.NewTicker(slowly(100 * time.Millisecond))
+	defer ticks.Stop()
+	var before broker.Status
+	for n := 0; ; n++ {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticks.C:
+		}
+		sent := time.Now()
+		now, err := k.statusBy(ctx, client)
+		switch {
+		case err == nil:
+			k.status0.Store(&now)
+			k.invariants(sent, before, now)
+			before = now
+			k.rec.count("looks", "at the status")
+		case ctx.Err() == nil && !k.spells.between(sent, time.Now(), time.Second, spellReload, ""):
+			k.rec.violation("no status: %v", err)
+		}
+		if n%10 == 0 {
+			k.lookAtServers()
+		}
+	}
+}
+
+func (k *soak) statusBy(ctx context.Context, client *http.Client) (st broker.Status, err error) {
+	ctx, cancel := context.WithTimeout(ctx, slowly(5*time.Second))
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, "GET", k.url+"/gpu/status", nil)
+	if err != nil {
+		return st, err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return st, err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != 200 {
+		return st, fmt.Errorf("status %d", resp.StatusCode)
+	}
+	return st, json.NewDecoder(resp.Body).Decode(&st)
+}
+
+// brief tells a status, for people.
+func brief(st broker.Status) string {
+	var b strings.Builder
+	gibs := func(n int64) float64 { return float64(n) / float64(gpu.GiB) }
+	for _, g := range st.GPUs {
+		fmt.Fprintf(&b, "            GPU: total %.2f, free %.2f, booked %.2f, outsiders %.2f, lock %q, %s, degraded %q; %d wait, %d run\n", gibs(g.Total), gibs(g.Free),
+			gibs(g.Booked), gibs(g.Outsiders), g.Lock, g.Health, st.Degraded, st.Scheduler.QueueDepth, st.Scheduler.InFlight)
+	}
+	for _, name := range soakNames {
+		c, ok := st.Consumers[name]
+		if !ok {
+			continue
+		}
+		s := c.Slots[0]
+		fmt.Fprintf(&b, "            %-7s %-8s gate %s, booked %.2f, seen %.2f, residue %.2f, claim %.2f, active %d (held %d), waiting %d, %s %s, why: %s %s\n", name, s.State, s.Gate,
+			gibs(s.Booking), gibs(s.Seen), gibs(s.Residue), gibs(s.Claim), c.Active, s.Held, c.Waiting, c.Health, c.Reason, s.Why, s.CoolsUntil)
+	}
+	return b.String()
+}
+
+func (k *soak) invariants(sent time.Time, before, now broker.Status) {
+	bad := func(format string, args ...any) {
+		k.rec.violation("status: %s; going on: %s\n%s", fmt.Sprintf(format, args...), k.spells.around(sent, time.Now()), brief(now))
+	}
+	k.deepest(now.Scheduler.QueueDepth)
+	waiting, active := 0, 0
+	for name, c := range now.Consumers {
+		waiting, active = waiting+c.Waiting, active+c.Active
+		k.asConfigured(sent, name, c, bad)
+	}
+	if waiting != now.Scheduler.QueueDepth || len(now.Queue) != min(100, waiting) {
+		bad("queue_depth is %d, %d wait, %d are listed", now.Scheduler.QueueDepth, waiting, len(now.Queue))
+	}
+	if active != now.Scheduler.InFlight {
+		bad("in_flight is %d, %d are active", now.Scheduler.InFlight, active)
+	}
+	for _, g := range now.GPUs {
+		k.card(sent, now, g, bad)
+	}
+	for what, pair := range map[string][2]uint64{
+		"total_jobs": {before.Scheduler.TotalJobs, now.Scheduler.TotalJobs}, "loads": {before.Scheduler.Loads, now.Scheduler.Loads},
+		"evictions": {before.Scheduler.Evictions, now.Scheduler.Evictions}, "refused": {before.Scheduler.Refused, now.Scheduler.Refused},
+		"cancelled": {before.Scheduler.Cancelled, now.Scheduler.Cancelled}, "unload_failures": {before.Scheduler.UnloadFailures, now.Scheduler.UnloadFailures},
+	} {
+		if pair[1] < pair[0] {
+			bad("%s went back from %d to %d", what, pair[0], pair[1])
+		}
+	}
+}
+
+// card checks one GPU: bookings, lock, transitions.
+func (k *soak) card(sent time.Time, now broker.Status, g broker.GPU, bad func(string, ...any)) {
+	var moving, computing []string
+	var booked int64
+	for name, c := range now.Consumers {
+		for _, s := range c.Slots {
+			booked += s.Booking
+			if s.State == "LOADING" || s.State == "STOPPING" {
+				moving = append(moving, name)
+			}
+		}
+		if c.Active > 0 && name != "embed" { // it has lock none
+			computing = append(computing, name)
+		}
+	}
+	if len(moving) > 1 {
+		bad("%s load or unload at once", moving)
+	}
+	if len(computing) > 1 || len(computing) == 1 && g.Lock != computing[0] || len(computing) == 0 && g.Lock != "" {
+		bad("%s compute, the lock is %q's", computing, g.Lock)
+	}
+	if booked != g.Booked {
+		bad("%d is booked, the slots have %d", g.Booked, booked)
+	}
+	if g.Booked > g.Total && !g.Overcommitted {
+		bad("%d is booked of %d, and nobody says so", g.Booked, g.Total)
+	}
+	from := sent.Add(-5 * time.Second)
+	if g.Overcommitted && !k.spells.between(from, sent, consequences, spellServer, "") && !k.scarce("", from, sent) {
+		bad("%s booked of %s", gpu.Bytes(g.Booked), gpu.Bytes(g.Total))
+	}
+}
+
+// asConfigured checks what the status says of a consumer against the
+// configurations that ruled meanwhile: one that Caddy refused must never show.
+func (k *soak) asConfigured(sent time.Time, name string, c broker.Consumer, bad func(string, ...any)) {
+	ruled := k.ruled(sent)
+	limit := map[string]int{"text": 0, "lazy": 2, "embed": 4, "pinned": 2, "guest": 2, "llm": 4, "voice": 1}
+	for _, conf := range k.ruled(sent.Add(-answerWithin)) { // what was let in stays in
+		limit["text"] = max(limit["text"], conf.concurrency)
+	}
+	if name != "image" && c.Active > limit[name] { // image is async
+		bad("%s has %d active, its concurrency is %d", name, c.Active, limit[name])
+	}
+	any := func(match func(settings) bool) bool { return slices.ContainsFunc(ruled, match) }
+	switch {
+	case name == "voice" && !any(func(s settings) bool { return int64(gib(s.vram)) == c.Slots[0].Claim }):
+		bad("the claim of voice is %s", gpu.Bytes(c.Slots[0].Claim))
+	case name == "pinned" && !any(func(s settings) bool { return s.pin == c.Pinned }):
+		bad("pinned: %t", c.Pinned)
+	case name == "guest" && !c.Removed && !any(func(s settings) bool { return s.guest }):
+		bad("guest is there, and it was taken away")
+	}
+}
+
+// sample is what the Caddy process has of what can leak.
+type sample struct {
+	goroutines, files int
+	rss, heap         gpu.Bytes
+	stacks            string
+}
+
+func (s sample) String() string {
+	return fmt.Sprintf("%d goroutines, %d files, RSS %.0f MiB, heap %.1f MiB", s.goroutines, s.files, float64(s.rss)/float64(gpu.MiB), float64(s.heap)/float64(gpu.MiB))
+}
+
+var (
+	goroutineTotal = regexp.MustCompile(`^goroutine profile: total (\d+)`)
+	heapInUse      = regexp.MustCompile(`(?m)^# HeapAlloc = (\d+)$`)
+	residentSet    = regexp.MustCompile(`(?m)^VmRSS:\s+(\d+) kB$`)
+)
+
+// sampleProcess looks at the Caddy process, after a collection of its garbage.
+func (k *soak) sampleProcess() (s sample, err error) {
+	number := func(text string, re *regexp.Regexp) int {
+		m := re.FindStringSubmatch(text)
+		if m == nil {
+			err = fmt.Errorf("%s not found in %.100q", re, text)
+			return 0
+		}
+		n, _ := strconv.Atoi(m[1])
+		return n
+	}
+	heap := k.adminGet("/debug/pprof/heap?debug=1&gc=1")
+	s.heap = gpu.Bytes(number(heap, heapInUse))
+	s.stacks = k.adminGet("/debug/pprof/goroutine?debug=1")
+	s.goroutines = number(s.stacks, goroutineTotal)
+	proc := filepath.Join("/proc", strconv.Itoa(k.cmd.Process.Pid))
+	files, e := os.ReadDir(filepath.Join(proc, "fd"))
+	if e != nil {
+		return s, e
+	}
+	s.files = len(files)
+	status, e := os.ReadFile(filepath.Join(proc, "status"))
+	if e != nil {
+		return s, e
+	}
+	s.rss = gpu.Bytes(number(string(status), residentSet)) * gpu.KiB
+	return s, err
+}
+
+// grown tells which stacks are more now.
+func grown(before, now string) string {
+	count := func(text string) map[string]int {
+		out := map[string]int{}
+		for _, block := range strings.Split(text, "\n\n") {
+			head, stack, _ := strings.Cut(block, "\n")
+			var frames []string
+			for line := range strings.Lines(stack) {
+				if f := strings.Fields(line); len(f) > 2 {
+					frames = append(frames, f[2])
+				}
+			}
+			n, _, _ := strings.Cut(head, " @")
+			c, _ := strconv.Atoi(n)
+			out[strings.Join(frames, " < ")] += c
+		}
+		return out
+	}
+	was := count(before)
+	var out []string
+	for stack, n := range count(now) {
+		if n > was[stack] {
+			out = append(out, fmt.Sprintf("%+d  %.600s", n-was[stack], stack))
+		}
+	}
+	return strings.Join(out, "\n")
+}
+
+// adminGet asks Caddy's admin endpoint; it is read only.
+func (k *soak) adminGet(path string) string {
+	status, body := k.admin0("GET", path, "", nil)
+	if status != 200 {
+		return fmt.Sprintf("status %d: %s", status, body)
+	}
+	return body
+}
+
+// admin0 sends a request to the admin endpoint, which each reload starts anew.
+func (k *soak) admin0(method, path, contentType string, body io.Reader) (status int, text string) {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, method, "http://"+k.site.admin+path, body)
+	if err != nil {
+		return 0, err.Error()
+	}
+	req.Close = true
+	if contentType != "" {
+		req.Header.Set("Content-Type", contentType)
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return 0, err.Error()
+	}
+	defer resp.Body.Close()
+	data, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return 0, err.Error()
+	}
+	return resp.StatusCode, string(data)
+}
