@@ -35,7 +35,7 @@ test: ## everything, installing what the tests need
 
 .PHONY: test-fast
 test-fast: vet ## vet and the unit tests, without end to end
-	$(GO) test -short -skip '^TestAlone' $(UNIT)
+	$(GO) test -short -skip '^(TestAlone|TestSoak)' $(UNIT)
 
 .PHONY: vet
 vet: ## go vet
@@ -52,11 +52,11 @@ examples: build ## the examples are well formatted, adapt and validate
 
 .PHONY: unit
 unit: bin/gotestsum ## tests of the packages
-	$(TEST) -skip '^TestAlone' $(UNIT)
+	$(TEST) -skip '^(TestAlone|TestSoak)' $(UNIT)
 
 .PHONY: e2e
 e2e: build bin/gotestsum ## end to end through a real Caddy, and the demo's own lines
-	$(TEST) -count=1 -skip '^TestAlone' ./test/e2e/... ./test/demo/...
+	$(TEST) -count=1 -skip '^(TestAlone|TestSoak)' ./test/e2e/... ./test/demo/...
 
 # Bounds on time run by themselves, one after the other; what they measured is shown.
 .PHONY: bench
@@ -70,13 +70,13 @@ race: export GPU_BROKER_RACE := 1
 race: export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy-race
 race: bin/gotestsum ## tests under the race detector, end to end too
 	$(GO) build -race -o bin/caddy-race ./cmd/caddy
-	$(TEST) -race -short -skip '^TestAlone' $(UNIT) ./test/e2e/...
+	$(TEST) -race -short -skip '^(TestAlone|TestSoak)' $(UNIT) ./test/e2e/...
 
 # With xcaddy's flags, so that its build finds most of the work done.
 .PHONY: cgo0
 cgo0: export CGO_ENABLED := 0
 cgo0: bin/gotestsum ## tests of what differs without cgo
-	$(TEST) -trimpath -tags $(TAGS_XCADDY) -skip '^TestAlone' . ./gpu/... ./nvml/... ./config/...
+	$(TEST) -trimpath -tags $(TAGS_XCADDY) -skip '^(TestAlone|TestSoak)' . ./gpu/... ./nvml/... ./config/...
 
 .PHONY: xcaddy
 xcaddy: bin/xcaddy ## a build by xcaddy; with cgo: make xcaddy CGO_ENABLED=1

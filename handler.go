@@ -184,6 +184,7 @@ type job struct {
 	next, prev *job
 	request    *http.Request
 	detached   *detached   // nil: it ends when its client leaves
+	abort      func()      // ends its context; nil: closing its connection does
 	isCut      atomic.Bool // nothing more may be written
 }
 
@@ -197,7 +198,7 @@ func (j *job) done() {
 		j.body.Close()
 	}
 	j.ResponseWriterWrapper, j.handler, j.repl, j.submitted, j.body, j.status, j.lease, j.leased = caddyhttp.ResponseWriterWrapper{}, nil, nil, time.Time{}, nil, 0, broker.Lease{}, false
-	j.detached = nil
+	j.detached, j.abort = nil, nil
 	j.isCut.Store(false)
 	jobs.Put(j)
 }
@@ -363,11 +364,16 @@ func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler
 	j.ResponseWriterWrapper.ResponseWriter = w
 	j.status = 0
 	inner, completed := r, false
-	if j.lease.Loads {
+	switch {
+	case j.lease.Loads:
 		var ctx context.Context
 		ctx, j.detached = detach(r.Context(), time.Duration(j.handler.consumer.LoadTimeout))
 		defer j.detached.end()
-		inner = r.WithContext(ctx)
+		inner, j.abort = r.WithContext(ctx), j.detached.cancel
+	case r.ProtoMajor > 2: // HTTP/3 has no connection that could be closed
+		ctx, cancel := context.WithCancel(r.Context())
+		defer cancel()
+		inner, j.abort = r.WithContext(ctx), cancel
 	}
 	if limit := j.handler.maxRun; limit > 0 {
 		ctx, cancel := context.WithTimeoutCause(inner.Context(), limit, errMaxRun)

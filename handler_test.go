@@ -38,6 +38,7 @@ func TestMain(m *testing.M) {
 // newApp provisions an app with these consumers, and does not start it.
 func newApp(t testing.TB, consumers ...map[string]any) (*App, caddy.Context) {
 	t.Helper()
+	endRetiring() // of a test that has its app elsewhere
 	raw, err := json.Marshal(map[string]any{
 		"gpu":       map[string]any{"driver": "simulated", "totals": []string{"16GiB"}, "dir": t.TempDir()},
 		"consumers": consumers,
@@ -53,8 +54,22 @@ func newApp(t testing.TB, consumers ...map[string]any) (*App, caddy.Context) {
 	t.Cleanup(func() {
 		require.NoError(t, app.Stop())
 		require.NoError(t, app.Cleanup())
+		endRetiring()
 	})
 	return app, ctx
+}
+
+// endRetiring ends a broker that is left without a configuration, so that the next test has one of its own.
+func endRetiring() {
+	retiring.mu.Lock()
+	if retiring.pooled == nil {
+		retiring.mu.Unlock()
+		return
+	}
+	retiring.cancel()
+	done := retiring.done
+	retiring.mu.Unlock()
+	<-done
 }
 
 // newHandler is a handler of a started app with one consumer that needs nothing.

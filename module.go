@@ -11,7 +11,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"path/filepath"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -28,7 +27,6 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	_ "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http" // the lifecycle http
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/presets"
-	"github.com/gpu-broker/caddy-gpu-broker/routing"
 )
 
 func init() {
@@ -45,27 +43,6 @@ type App struct {
 	pool       *pooled
 	generation *broker.Generation
 }
-
-// pooled is what outlives every configuration of a process.
-type pooled struct {
-	broker  *broker.Broker
-	buffers *routing.Buffers
-	running runs
-	grace   graceTimer
-}
-
-// Destruct ends it, when the last configuration goes.
-func (p *pooled) Destruct() error {
-	active.CompareAndSwap(p, nil)
-	p.grace.stop()
-	p.broker.Close()
-	return nil
-}
-
-var pool = caddy.NewUsagePool()
-
-// poolKey is one constant: there is one broker in a process, whatever its configuration.
-const poolKey = "gpu_broker"
 
 // CaddyModule returns the Caddy module information.
 func (App) CaddyModule() caddy.ModuleInfo {
@@ -94,10 +71,7 @@ func (a *App) Provision(ctx caddy.Context) error {
 	if err := registerMetrics(ctx.GetMetricsRegistry()); err != nil {
 		return err
 	}
-	value, _, err := pool.LoadOrNew(poolKey, func() (caddy.Destructor, error) {
-		dir := filepath.Join(caddy.AppDataDir(), "gpu_broker", "bodies")
-		return &pooled{broker: broker.New(), buffers: routing.NewBuffers(dir)}, nil
-	})
+	value, _, err := pool.LoadOrNew(poolKey, newPooled)
 	if err != nil {
 		return err
 	}
@@ -248,5 +222,4 @@ var (
 	_ caddy.App          = (*App)(nil)
 	_ caddy.Provisioner  = (*App)(nil)
 	_ caddy.CleanerUpper = (*App)(nil)
-	_ caddy.Destructor   = (*pooled)(nil)
 )

@@ -22,7 +22,10 @@ import (
 type stopping struct{ app *App }
 
 // Handle implements caddyevents.Handler.
-func (s stopping) Handle(context.Context, caddy.Event) error {
+func (s stopping) Handle(_ context.Context, e caddy.Event) error {
+	if e.Origin() != nil { // some module's event of this name; Caddy's own has no origin
+		return nil
+	}
 	if !caddy.Exiting() {
 		return s.app.Stop()
 	}
@@ -97,15 +100,16 @@ func (l *runs) remove(j *job) {
 }
 
 // cut ends all that run: what they write fails, and the connection that they
-// came by is closed, which ends their contexts. It says how many there were.
+// came by is closed, which ends their contexts, but for those that have one of
+// their own. It says how many there were.
 func (l *runs) cut() (n int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for j := l.first; j != nil; j = j.next {
 		n++
 		j.isCut.Store(true)
-		if j.detached != nil {
-			j.detached.cancel()
+		if j.abort != nil {
+			j.abort()
 		}
 		if conn, ok := j.request.Context().Value(caddyhttp.ConnCtxKey).(net.Conn); ok {
 			_ = conn.Close()

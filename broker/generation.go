@@ -1,6 +1,7 @@
 package broker
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -117,6 +118,42 @@ func (b *Broker) Pop(g *Generation) {
 		b.rule(b.gens[0])
 	}
 }
+
+// Retire takes all consumers out of the configuration, which nobody has any
+// more: they serve those that wait, are unloaded, and go. It returns when none
+// is left, or ctx ends. A Push takes those up again that are still there.
+func (b *Broker) Retire(ctx context.Context) {
+	b.save()
+	b.mu.Lock()
+	unused := len(b.gens) == 0 && !b.closed
+	if unused {
+		cfg := schedulerConfig(b.current.Load().Config)
+		now := time.Now()
+		effects, wake := b.state.Step(now, scheduler.Configure{Config: cfg})
+		b.act(now, effects, wake)
+	}
+	b.mu.Unlock()
+	for unused {
+		b.mu.Lock()
+		if b.released == nil {
+			b.released = make(chan struct{})
+		}
+		ended, changed, left := b.released, b.changed, len(b.consumers)
+		b.mu.Unlock()
+		if left == 0 {
+			return
+		}
+		select {
+		case <-ended:
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// Ruled says whether any generation ever ruled.
+func (b *Broker) Ruled() bool { return b.current.Load() != nil }
 
 // discard closes the drivers of a generation that does not rule after all.
 func (g *Generation) discard() {

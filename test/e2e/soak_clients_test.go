@@ -27,6 +27,8 @@ type soaker struct {
 	kind string
 	http *http.Client
 	rng  *rand.Rand
+
+	refused bool // the last answer was a refusal
 }
 
 // asked is one request and what became of it.
@@ -41,6 +43,7 @@ type asked struct {
 	began, sent time.Time // sent: when the body was read to its end, or the request began
 	leaves      bool      // its client may leave
 	got         answer
+	major       int // of HTTP
 }
 
 // kindsOfClient says how many of each kind there are, how long one pauses
@@ -87,6 +90,13 @@ func (c *soaker) loop(ctx context.Context, pause time.Duration, act func(*soaker
 		case <-time.After(time.Duration((0.2 + 1.6*c.rng.Float64()) * float64(pause))):
 		}
 		act(c, ctx)
+		if c.refused {
+			c.refused = false
+			select {
+			case <-ctx.Done():
+			case <-time.After(slowly(400 * time.Millisecond)): // a polite client
+			}
+		}
 		if c.rng.IntN(20) == 0 {
 			c.http.CloseIdleConnections() // a client that comes anew
 		}
@@ -122,6 +132,10 @@ func (c *soaker) send(ctx context.Context, a *asked) *asked {
 	req.Header.Set("X-Tag", a.id)
 	a.began = time.Now()
 	a.sent = a.began
+	a.major = 1
+	if c.http.Transport.(*http.Transport).ForceAttemptHTTP2 {
+		a.major = 2
+	}
 	resp, err := c.http.Do(req)
 	if slow, ok := a.body.(*slowBody); ok {
 		a.sent = slow.ended(a.began)
@@ -136,6 +150,7 @@ func (c *soaker) send(ctx context.Context, a *asked) *asked {
 		read = io.ReadAll
 	}
 	data, err := read(resp.Body)
+	c.refused = resp.StatusCode >= 500
 	a.got = answer{status: resp.StatusCode, header: resp.Header, body: data, err: err, at: time.Now(), took: time.Since(a.began)}
 	return a
 }

@@ -18,6 +18,10 @@ var answerWithin = slowly(25 * time.Second)
 // consequences is how long after a fault's end its traces may show: until the next probes have told the truth.
 var consequences = slowly(2 * time.Second)
 
+// oldConnections is how long after a reload a server of the old configuration
+// may serve and close connections: those on which no request has come yet it keeps for 5 seconds.
+const oldConnections = 7 * time.Second
+
 // judge decides whether an answer is right, an honest refusal, or wrong, and
 // counts it. It says whether the answer is the one that was asked for.
 func (k *soak) judge(a *asked, wrong func(body []byte) string) bool {
@@ -49,7 +53,7 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 	case got.err != nil && k.hard.Err() != nil:
 		return left
 	case got.err != nil && got.status == 0:
-		if k.spells.between(a.began, got.at, time.Second, spellReload, "") && closedIdle(got.err) {
+		if k.spells.between(a.began, got.at, oldConnections, spellReload, "") && closedIdle(got.err) {
 			return keepAlive
 		}
 		return k.wrong(a, "no answer: %v", got.err)
@@ -63,7 +67,7 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 		return k.refusal(a, doc)
 	}
 	if got.status == 404 && (string(got.body) == noRoute || a.method == "HEAD") {
-		if k.spells.between(a.began, got.at, time.Second, spellGone, a.consumer) {
+		if k.spells.between(a.began, got.at, oldConnections, spellGone, a.consumer) {
 			return notThere
 		}
 		return k.wrong(a, "no route")
@@ -123,8 +127,10 @@ func (k *soak) explained(a *asked, code string) bool {
 		return a.kind == "too large"
 	case "budget_exceeded", "queue_full": // there is more to do than can be done
 		return true
-	case "unhealthy":
-		return lay(2*time.Second, spellServer, a.consumer)
+	case "unhealthy": // a ComfyUI that has lost its GPU is
+		return lay(2*time.Second, spellServer, a.consumer) || lay(5*time.Second, spellGPU, "")
+	case "unknown_model": // by an old connection's handler
+		return lay(oldConnections, spellGone, a.consumer)
 	case "server_died":
 		return lay(2*time.Second, spellServer, a.consumer)
 	case "not_running":
@@ -132,7 +138,7 @@ func (k *soak) explained(a *asked, code string) bool {
 	case "draining":
 		return lay(time.Second, spellDrain, a.consumer)
 	case "gpu_lost":
-		return lay(2*time.Second, spellGPU, "")
+		return lay(5*time.Second, spellGPU, "")
 	case "load_failed": // and a while after: it cools down
 		return lay(65*time.Second, spellServer, a.consumer) || lay(65*time.Second, spellMemory, "") || lay(65*time.Second, spellGPU, "") || lay(65*time.Second, spellTelemetry, "")
 	case "vram_exhausted": // memory that outsiders or lying servers keep
@@ -157,8 +163,9 @@ func (k *soak) scarce(consumer string, from, to time.Time) bool {
 }
 
 func (k *soak) wrong(a *asked, format string, args ...any) string {
-	k.rec.violation("%s: %s %s (%s, began %+.3fs, sent %+.3fs): %s\n            going on: %s\n%s", a.kind, a.method, a.path, a.id,
-		a.began.Sub(k.rec.began).Seconds(), a.sent.Sub(k.rec.began).Seconds(), fmt.Sprintf(format, args...), k.spells.around(a.began, time.Now()), k.glance())
+	since := func(t time.Time) float64 { return t.Sub(k.rec.began).Seconds() }
+	k.rec.breach(a.kind+": "+format, fmt.Sprintf("%s: %s %s, began %.3fs, sent %.3fs, HTTP/%d: %s\n            going on: %s\n%s", a.kind, a.method, a.path,
+		since(a.began), since(a.sent), a.major, fmt.Sprintf(format, args...), k.spells.around(a.began, time.Now()), k.glance()))
 	return bad
 }
 

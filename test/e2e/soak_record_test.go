@@ -16,18 +16,21 @@ type record struct {
 	began  time.Time
 	counts map[string]map[string]int // by group: "kind", "outcome", "code" …
 	first  []string                  // violations
-	wrong  int
-	waits  []time.Duration // of served requests, the newest
+	alike  map[string]int            // violations by the rule that they break
+	waits  []time.Duration           // of served requests, the newest
 	served int
 }
 
 // What a record keeps.
 const (
 	maxViolations = 20
+	maxAlike      = 4 // of one rule
 	maxWaits      = 200_000
 )
 
-func newRecord() *record { return &record{began: time.Now(), counts: map[string]map[string]int{}} }
+func newRecord() *record {
+	return &record{began: time.Now(), counts: map[string]map[string]int{}, alike: map[string]int{}}
+}
 
 func (r *record) count(group, what string) {
 	r.mu.Lock()
@@ -38,13 +41,28 @@ func (r *record) count(group, what string) {
 	r.counts[group][what]++
 }
 
+// violation notes that something is wrong; the format stands for the rule that is broken.
 func (r *record) violation(format string, args ...any) {
+	r.breach(format, fmt.Sprintf(format, args...))
+}
+
+func (r *record) breach(rule, text string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.wrong++
-	if len(r.first) < maxViolations {
-		r.first = append(r.first, fmt.Sprintf("%7.3fs  ", time.Since(r.began).Seconds())+fmt.Sprintf(format, args...))
+	if r.alike[rule]++; r.alike[rule] <= maxAlike && len(r.first) < maxViolations {
+		r.first = append(r.first, fmt.Sprintf("%7.3fs  %s", time.Since(r.began).Seconds(), text))
 	}
+}
+
+// violations says how many there are, by rule.
+func (r *record) violations() (n int, rules string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, rule := range slices.Sorted(maps.Keys(r.alike)) {
+		n += r.alike[rule]
+		rules += fmt.Sprintf("    %d of: %s\n", r.alike[rule], rule)
+	}
+	return n, rules
 }
 
 func (r *record) waited(d time.Duration) {

@@ -140,14 +140,16 @@ func (k *soak) storm(lasts time.Duration, stream uint64) {
 func (k *soak) settle() sample {
 	k.mustWrite(simulated.WriteState(k.sim))
 	k.reloadTo(soakSettings)
-	for _, srv := range k.servers {
+	probes := map[string]int{}
+	for name, srv := range k.servers {
 		srv.SetFaults(func(f *modelserver.Faults) { *f = modelserver.Faults{} })
 		k.revive(srv)
+		probes[name] = srv.Stats().HealthProbes
 	}
 	k.lookAtServers()
 	deadline := time.Now().Add(slowly(settling) * 3 / 4) // a slot cools down for a minute at most
 	for {
-		why := k.unquiet()
+		why := k.unquiet(probes)
 		if why == "" {
 			break
 		}
@@ -162,8 +164,13 @@ func (k *soak) settle() sample {
 	return k.calmest()
 }
 
-// unquiet says what goes on yet.
-func (k *soak) unquiet() string {
+// unquiet says what goes on yet; probes are how many each server had had when it was started anew.
+func (k *soak) unquiet(probes map[string]int) string {
+	for name, before := range probes {
+		if k.servers[name].Stats().HealthProbes < before+2 {
+			return name + " was not probed"
+		}
+	}
 	st, err := k.statusBy(k.hard, k.client)
 	if err != nil {
 		return err.Error()
@@ -171,6 +178,11 @@ func (k *soak) unquiet() string {
 	k.status0.Store(&st)
 	if st.Scheduler.QueueDepth > 0 || st.Scheduler.InFlight > 0 {
 		return fmt.Sprintf("%d requests wait, %d run", st.Scheduler.QueueDepth, st.Scheduler.InFlight)
+	}
+	for _, g := range st.GPUs { // it is looked at every few seconds only
+		if g.Health != "healthy" || st.Degraded != "" || g.Outsiders > 0 {
+			return fmt.Sprintf("GPU %d is %s, outsiders hold %d, telemetry: %q", g.Index, g.Health, g.Outsiders, st.Degraded)
+		}
 	}
 	for name, c := range st.Consumers {
 		s := c.Slots[0]
@@ -343,7 +355,7 @@ func (k *soak) report(lasts time.Duration) {
 	line("deepest queue", "%d", k.depth.Load())
 	line("wait of the served", "p50 %s, p90 %s, p99 %s", k.rec.percentile(50), k.rec.percentile(90), k.rec.percentile(99))
 	k.t.Logf("the soak's figures\n%s", b.String())
-	if k.rec.wrong > 0 {
-		k.t.Errorf("SOAK_SEED=%d: %d violations; the first:\n%s", k.seed, k.rec.wrong, strings.Join(k.rec.first, "\n"))
+	if n, rules := k.rec.violations(); n > 0 {
+		k.t.Errorf("SOAK_SEED=%d: %d violations:\n%sthe first:\n%s", k.seed, n, rules, strings.Join(k.rec.first, "\n"))
 	}
 }

@@ -89,7 +89,7 @@ func brief(st broker.Status) string {
 
 func (k *soak) invariants(sent time.Time, before, now broker.Status) {
 	bad := func(format string, args ...any) {
-		k.rec.violation("status: %s; going on: %s\n%s", fmt.Sprintf(format, args...), k.spells.around(sent, time.Now()), brief(now))
+		k.rec.breach("status: "+format, fmt.Sprintf("status: %s; going on: %s\n%s", fmt.Sprintf(format, args...), k.spells.around(sent, time.Now()), brief(now)))
 	}
 	k.deepest(now.Scheduler.QueueDepth)
 	waiting, active := 0, 0

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -180,19 +181,24 @@ func (b *bench) run(command, config, data string) (output string, err error) {
 	b.t.Helper()
 	bin, err := caddy()
 	require.NoError(b.t, err)
+	cmd := exec.Command(bin, slices.Concat(commands[command], []string{"--config", filepath.Join(b.dir, "Caddyfile-"+config)})...)
+	cmd.Dir = filepath.Join(b.dir, "run")
+	cmd.Env = b.env(data)
+	out, err := cmd.CombinedOutput()
+	return string(out), err
+}
+
+// env is the environment of a command.
+func (b *bench) env(data string) []string {
 	if data == "" {
 		data = filepath.Join(b.dir, "data")
 	}
-	cmd := exec.Command(bin, slices.Concat(commands[command], []string{"--config", filepath.Join(b.dir, "Caddyfile-"+config)})...)
-	cmd.Dir = filepath.Join(b.dir, "run")
-	cmd.Env = []string{
+	return []string{
 		"PATH=" + filepath.Join(b.dir, "bin") + string(os.PathListSeparator) + os.Getenv("PATH"),
 		"HOME=" + filepath.Join(b.dir, "home"), "XDG_DATA_HOME=" + data,
 		"XDG_CONFIG_HOME=" + filepath.Join(b.dir, "config"), "TMPDIR=" + filepath.Join(b.dir, "tmp"),
 		"GPU_BROKER_SIM_DIR=" + filepath.Join(b.dir, "gpu"),
 	}
-	out, err := cmd.CombinedOutput()
-	return string(out), err
 }
 
 // save writes the configurations down.
@@ -215,6 +221,8 @@ func (b *bench) fill() {
 	b.add("good", true, "", "")
 	b.add("auto", true, "gpu simulated 16GiB {\n\t\t\tdir "+filepath.Join(b.dir, "gpu")+"\n\t\t}", "gpu auto")
 	b.add("nvidia-smi", true, "gpu simulated 16GiB {\n\t\t\tdir "+filepath.Join(b.dir, "gpu")+"\n\t\t}", "gpu nvidia_smi")
+	// For a Caddy that runs: its own admin endpoint, in place of the one that is watched.
+	b.config["running"] = strings.Replace(b.config["nvidia-smi"], b.wires["admin"].addr, freeAddr(b.t), 1)
 	b.add("unknown word", false, "vram 3GiB", "vrm 3GiB")
 	b.add("bad size", false, "vram 3GiB", "vram 8XB")
 	b.add("unknown consumer", false, "gpu_broker plain", "gpu_broker plane")
@@ -242,6 +250,60 @@ func TestValidateAndAdaptConnectToNobodyStartNothingAndWriteNothing(t *testing.T
 			require.Equal(t, before, tree(t, b.dir), what)
 		}
 	}
+
+	// What is watched here is what a Caddy that runs does.
+	before := tree(t, b.dir)
+	cmd := exec.Command(must(caddy()), "run", "--adapter", "caddyfile", "--config", filepath.Join(b.dir, "Caddyfile-running"))
+	cmd.Dir, cmd.Env = filepath.Join(b.dir, "run"), b.env("")
+	require.NoError(t, cmd.Start())
+	defer func() { _ = cmd.Process.Kill(); _ = cmd.Wait() }()
+	deadline := time.Now().Add(patience)
+	for b.wires["plain"].hits.Load() == 0 || b.wires["ollama"].hits.Load() == 0 || b.wires["comfyui"].hits.Load() == 0 ||
+		!exists(filepath.Join(b.dir, "started")) || len(tree(t, filepath.Join(b.dir, "data"))) == 1 {
+		require.True(t, time.Now().Before(deadline), "a running Caddy probes, asks for GPUs and keeps files")
+		time.Sleep(5 * time.Millisecond)
+	}
+	require.NotEqual(t, before, tree(t, b.dir))
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
+}
+
+func must[T any](v T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return v
+}
+
+// restart ends the site's Caddy and starts it anew.
+func (s *site) restart() {
+	s.t.Helper()
+	require.NoError(s.t, s.cmd.Process.Signal(syscall.SIGTERM))
+	ended := make(chan error, 1)
+	old := s.cmd
+	go func() { ended <- old.Wait() }()
+	select {
+	case <-ended:
+	case <-time.After(patience):
+		s.t.Fatal("caddy did not stop")
+	}
+	log, err := os.OpenFile(filepath.Join(s.dir, "caddy.log"), os.O_APPEND|os.O_WRONLY, 0)
+	require.NoError(s.t, err)
+	defer log.Close()
+	s.cmd = exec.Command(old.Path, old.Args[1:]...)
+	s.cmd.Env, s.cmd.Stdout, s.cmd.Stderr = old.Env, log, log
+	require.NoError(s.t, s.cmd.Start())
+	s.client.CloseIdleConnections()
+	s.until("the site answers again", func() bool {
+		resp, err := s.client.Get(s.url + "/gpu/healthz")
+		if err == nil {
+			_ = resp.Body.Close()
+		}
+		return err == nil && resp.StatusCode == 200
+	})
 }
 
 func TestValidateBesideARunningCaddyTouchesNothingOfIt(t *testing.T) {
@@ -254,7 +316,9 @@ func TestValidateBesideARunningCaddyTouchesNothingOfIt(t *testing.T) {
 	own := s.caddyfileNow()
 	b.config["that of the running one"], b.good["that of the running one"] = own, true
 	b.save()
-	s.until("what it has learnt is written", func() bool { return len(learntFiles(t, s.dir)) == 1 })
+	s.restart() // what was learnt is written at the end
+	require.Len(t, learntFiles(t, s.dir), 1)
+	s.until("b is known to be loaded", func() bool { return s.state("b") == "READY" && s.state("a") == "IDLE" })
 	loads := s.servers["a"].Stats().LoadsStarted + s.servers["b"].Stats().LoadsStarted
 	data := filepath.Join(s.dir, "data")
 	before := s.status()
