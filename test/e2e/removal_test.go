@@ -1,0 +1,53 @@
+package e2e
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// withoutBroker is a configuration of the site that has no broker any more.
+func (s *site) withoutBroker(string) string {
+	return "{\nadmin " + s.admin + "\nauto_https off\n}\n" + s.url + " {\nrespond \"no broker\"\n}\n"
+}
+
+// brokerGone takes the broker out of the site and gives back the way to bring it back.
+func (s *site) brokerGone() (back func()) {
+	s.t.Helper()
+	before, err := os.ReadFile(filepath.Join(s.dir, "Caddyfile"))
+	require.NoError(s.t, err)
+	s.reloaded(s.withoutBroker)
+	require.Equal(s.t, "no broker", string(s.get("/a/synthesize").body))
+	return func() {
+		s.t.Helper()
+		s.reloaded(func(string) string { return string(before) })
+	}
+}
+
+func TestBrokerThatLeavesTheConfigurationServesWhoWaitsAndUnloads(t *testing.T) {
+	t.Parallel()
+	s, stream, waits := inTheMiddle(t)
+	back := s.brokerGone()
+	require.Zero(t, len(stream), "the stream still runs")
+	s.ok(stream)
+	s.ok(waits)
+	s.until("both are unloaded", func() bool { return !s.servers["a"].Stats().Loaded && !s.servers["b"].Stats().Loaded })
+	require.Zero(t, s.servers["a"].Stats().UnloadsWhileBusy+s.servers["b"].Stats().UnloadsWhileBusy)
+	back()
+	s.serve("a")
+}
+
+func TestBrokerThatComesBackWhileItLeavesGoesOn(t *testing.T) {
+	t.Parallel()
+	s, stream, waits := inTheMiddle(t)
+	before := s.status()
+	s.brokerGone()()
+	require.Zero(t, len(stream), "the stream still runs")
+	after := s.status()
+	require.Equal(t, before.Consumers["a"].LastUsed, after.Consumers["a"].LastUsed)
+	require.Equal(t, before.Scheduler.Loads, after.Scheduler.Loads, "it is the same broker")
+	s.goesOn(stream, waits)
+	require.Equal(t, 1, s.servers["b"].Stats().Loads-1, "b was loaded for the first time before, and now for the request that waited")
+}
