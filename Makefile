@@ -65,6 +65,14 @@ bench: build bin/gotestsum ## every bound on time, with the figures, and all ben
 	@grep -hoE '"Output":" +[a-z]+_test.go:[^"]*' $(RESULTS)/$@.json | cut -d'"' -f4 | sed 's/\\n$$//; s/\\t/ /g'
 	$(GO) test -run '^$$' -bench . -benchmem -benchtime 0.3s $(UNIT) | grep -E '^(Benchmark|FAIL|panic)'
 
+# With the race detector: make soak GPU_BROKER_RACE=1 GPU_BROKER_CADDY=$PWD/bin/caddy-race, once make race has built it.
+SOAK ?= 3m
+.PHONY: soak
+soak: export SOAK := $(SOAK)
+soak: build bin/gotestsum ## a storm over one site: clients, reloads, dying servers; SOAK=30m, SOAK_SEED=1
+	mkdir -p $(RESULTS)
+	bin/gotestsum --format standard-verbose --jsonfile $(RESULTS)/$@.json -- -count=1 -timeout 0 -run '^TestSoak$$' ./test/e2e
+
 .PHONY: race
 race: export GPU_BROKER_RACE := 1
 race: export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy-race

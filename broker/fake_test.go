@@ -53,6 +53,7 @@ type fakeServer struct {
 	gpu    *fakeGPU
 	size   gpu.Bytes
 	traits lifecycle.Traits
+	asked  time.Duration // how long its busy route takes
 	load   time.Duration
 	unload time.Duration
 
@@ -65,6 +66,35 @@ type fakeServer struct {
 	closed  int
 	busy    bool
 	fail    error // of the next load
+	refuse  error // of every unload
+
+	running   int // jobs
+	unloading bool
+	cut       int // jobs under which it was unloaded
+}
+
+// begin is a job that comes to the server, and end the end of it.
+func (f *fakeServer) begin() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.running++
+	if f.unloading || !f.loaded {
+		f.cut++
+	}
+}
+
+func (f *fakeServer) end() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.running--
+}
+
+// setUnloading is the begin or the end of an unload call.
+func (f *fakeServer) setUnloading(yes bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.unloading = yes
+	f.cut += f.running
 }
 
 func (f *fakeServer) Open(lifecycle.Deps) (lifecycle.Driver, error) {
@@ -105,18 +135,26 @@ func (f *fakeServer) Load(ctx context.Context) error {
 }
 
 func (f *fakeServer) Unload(ctx context.Context) (bool, error) {
+	f.setUnloading(true)
+	defer f.setUnloading(false)
 	if !sleep(ctx, f.unload) {
 		return false, ctx.Err()
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.unloads++
+	if f.refuse != nil {
+		return false, f.refuse
+	}
 	f.loaded = false
 	f.gpu.move(-f.size)
 	return true, nil
 }
 
-func (f *fakeServer) Busy(context.Context) (bool, error) {
+func (f *fakeServer) Busy(ctx context.Context) (bool, error) {
+	if !sleep(ctx, f.asked) {
+		return false, ctx.Err()
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.busy, nil

@@ -176,7 +176,8 @@ func (b *Broker) Knows(consumer string) bool {
 func (b *Broker) open(g *Generation) (map[string]lifecycle.Driver, error) {
 	opened := map[string]lifecycle.Driver{}
 	for _, cc := range g.Config.Consumers {
-		if c := b.consumers[cc.Name]; c != nil && c.key == g.Keys[cc.Name] && !b.leaves(cc.Name) {
+		// Behind another that is to rule first nobody knows what will be there.
+		if c := b.consumers[cc.Name]; len(b.gens) <= 1 && c != nil && c.key == g.Keys[cc.Name] && !b.leaves(cc.Name) {
 			continue
 		}
 		d, err := g.Lifecycles[cc.Name].Open(lifecycle.Deps{

@@ -86,7 +86,7 @@ func decodeLearnt(data []byte) (map[string]scheduler.Learnt, error) {
 			if s.from < 0 || s.from > math.MaxInt32 {
 				return nil, fmt.Errorf("consumer %q: a time of %v s", name, s.from)
 			}
-			*s.to = time.Duration(s.from * float64(time.Second))
+			*s.to = time.Duration(math.Round(s.from * float64(time.Second))) // as it was: else each restart would change the document
 		}
 		for _, f := range c.Footprints {
 			if f < 0 {

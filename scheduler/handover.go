@@ -65,13 +65,19 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 	switch {
 	case v.state == Stopping || v.stop.flush:
 		return
+	case s.cfg.Mode != Evicting: // by a configuration that came meanwhile
+		s.reopen(now, v, "the scheduler unloads nothing any more")
+		return
 	case v.state == Idle && v.queue.count > 0: // it is wanted itself now
 		s.reopen(now, v, "requests for it have come")
 		return
 	case t != nil && (t.queue.count == 0 || !t.cold()):
 		s.reopen(now, v, fmt.Sprintf("%s does not wait any more", t.cfg.Name))
 		return
-	case v.gate.idle && (v.queue.count > 0 || !s.idles(v)): // used at the last instant, or reconfigured
+	case v.gate.room && s.cfg.ObserveEvictions:
+		s.reopen(now, v, "evictions are only observed now")
+		return
+	case v.gate.idle && !s.idleOver(now, v): // used at the last instant, or reconfigured
 		s.reopen(now, v, "it is in use, or to stay, after all")
 		return
 	case s.due(now, v.gate.since.Add(max(s.cfg.DrainTimeout, v.cfg.MaxRun))): // with max_run its jobs are over by then
@@ -393,7 +399,7 @@ func (s *State) unloadByHand(now time.Time, slotName string) {
 		v.gate = gate{closed: true, since: since}
 		s.pump(now)
 	} else if s.mayBeLoaded(v) && !v.gate.closed {
-		s.flush(now, v)
+		s.flush(now, v, false)
 	}
 }
 
@@ -435,8 +441,8 @@ func (s *State) leftBehind(c *card, sl *slot) (residue, outsiders gpu.Bytes) {
 
 // flush calls the unload route of an IDLE lazy server that was never called:
 // it may have been loaded before we came (accounting §3). If it can tell that it works, it may finish.
-func (s *State) flush(now time.Time, v *slot) {
-	v.gate = gate{closed: true, since: now}
+func (s *State) flush(now time.Time, v *slot, room bool) {
+	v.gate = gate{closed: true, room: room, since: now}
 	s.proceedDrain(now, v)
 }
 

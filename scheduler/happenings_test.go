@@ -10,6 +10,17 @@ import (
 // What comes by itself: samples, probes, clients, and the hazards of the world.
 
 func (w *world) start() {
+	if w.shape.recall { // what a broker before this one learnt, of some that are there and one that is not
+		learnt := map[string]Learnt{"gone for long": {LoadCost: time.Second, LastUse: w.now.Add(-time.Hour)}}
+		for _, sv := range w.servers {
+			if w.chance(60) {
+				learnt[sv.cfg.Name] = Learnt{LoadCost: w.between(0, 10*time.Second), UnloadCost: w.between(0, time.Second),
+					LastUse: w.now.Add(w.between(-time.Hour, time.Minute)), LastPriority: 100, Footprints: []gpu.Bytes{sv.takes}}
+			}
+		}
+		w.twin.Step(w.now, Recall{learnt})
+		w.s.Step(w.now, Recall{learnt})
+	}
 	w.twin.Step(w.now, Configure{w.cfg})
 	w.s.Step(w.now, Configure{w.cfg})
 	w.in(w.between(0, time.Second), w.sampleRegularly)
@@ -198,8 +209,51 @@ func (w *world) reload() {
 	case 5:
 		sv.cfg.NoEvict = !sv.cfg.NoEvict && w.chance(50)
 	}
+	if w.shape.reshape {
+		w.reshapeSlot(w.servers[w.rand.IntN(len(w.servers))])
+	}
+	if w.shape.modes && w.chance(50) {
+		w.mode = []Mode{Evicting, Evicting, Locked, Passthrough}[w.rand.IntN(4)]
+	}
 	w.cfg = w.newConfig()
 	w.step(Configure{w.cfg})
+}
+
+// reshapeSlot changes what a slot is while it may be in any state, with jobs running.
+func (w *world) reshapeSlot(sv *simServer) {
+	switch c := &sv.cfg; w.rand.IntN(6) {
+	case 0:
+		c.LockNone = !c.LockNone
+	case 1:
+		c.GPUs = w.somewhere()
+	case 2:
+		c.KeepAlive = w.between(0, 4*time.Second)
+	case 3:
+		c.IdleTimeout, c.OwnIdle = w.between(0, 10*time.Second), w.chance(30)
+	case 4: // a claim that was wrong before, or is now
+		c.Claim = gpu.Bytes(1000+w.rand.IntN(13)*1100) * mib
+	case 5:
+		c.VRAMManaged = !c.VRAMManaged && w.chance(50)
+	}
+}
+
+// drainSome lets no more jobs in, or lets them in again.
+func (w *world) drainSome(sv *simServer) {
+	e := Drain{Slot: sv.cfg.Name, Off: w.chance(60)}
+	if w.chance(30) {
+		e.Slot = ""
+	}
+	w.step(e)
+}
+
+// victim is a server for a crash: one that loads or unloads, if there is one.
+func (w *world) victim(sv *simServer) *simServer {
+	for _, o := range w.servers {
+		if sl := w.s.named[o.cfg.Name]; sl != nil && (sl.state == Loading || sl.state == Stopping) {
+			return o
+		}
+	}
+	return sv
 }
 
 // act is one thing that happens by chance.
@@ -225,6 +279,9 @@ func (w *world) act() {
 			w.repeatOld()
 		}
 	case p < 81:
+		if w.chance(50) {
+			sv = w.victim(sv)
+		}
 		if on.crashes && sv.alive {
 			w.crash(sv)
 		}
@@ -233,7 +290,7 @@ func (w *world) act() {
 			sv.hung = !sv.hung && w.chance(50)
 		}
 	case p < 84:
-		if on.crashes && sv.alive && sv.working == 0 && !w.shape.locked { // by itself, or by somebody who doesn't ask us
+		if on.crashes && sv.alive && sv.working == 0 { // by itself, or by somebody who doesn't ask us
 			if sv.loaded {
 				w.letGo(sv, sv.context)
 			} else if on.outsiders && w.roomFor(sv) {
@@ -262,8 +319,12 @@ func (w *world) act() {
 		if on.reload {
 			w.reload()
 		}
-	case p < 98:
+	case p < 97:
 		w.step(Wake{})
+	case p < 98:
+		if on.drains {
+			w.drainSome(sv)
+		}
 	default:
 		if on.strange {
 			w.step(Touch{Slot: sv.cfg.Name})

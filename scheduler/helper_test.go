@@ -44,6 +44,14 @@ func asksBusy(c *SlotConfig)    { c.CanBusy = true }
 func wide(n int) func(*SlotConfig) {
 	return func(c *SlotConfig) { c.Concurrency = n }
 }
+func keepsWarm(d time.Duration) func(*SlotConfig) {
+	return func(c *SlotConfig) { c.KeepAlive = d }
+}
+
+// idles is unloaded after so long without use.
+func idles(d time.Duration) func(*SlotConfig) {
+	return func(c *SlotConfig) { c.IdleTimeout = d }
+}
 func on(gpus ...int) func(*SlotConfig) { return func(c *SlotConfig) { c.GPUs = gpus } }
 func coexists(names ...string) func(*SlotConfig) {
 	return func(c *SlotConfig) { c.Coexist = names }
@@ -63,7 +71,9 @@ type fixture struct {
 
 	works map[string]bool // servers that say that they work
 	deaf  map[string]bool // servers whose busy route fails
+	slow  map[string]bool // servers whose busy route has not answered yet: see tell
 	asks  []ask
+	asked int // questions to slow servers
 
 	wake      time.Time
 	jobs      map[JobID]*handle
@@ -107,7 +117,7 @@ func given(t *testing.T, total gpu.Bytes, slots ...SlotConfig) *fixture {
 // givenConfig starts a world in which nothing but the GPUs was seen yet.
 func givenConfig(t *testing.T, cfg Config, totals ...gpu.Bytes) *fixture {
 	t.Helper()
-	f := &fixture{t: t, s: New(), now: time.Unix(1_000_000, 0), works: map[string]bool{}, deaf: map[string]bool{}, jobs: map[JobID]*handle{}, epochs: map[string]uint64{}}
+	f := &fixture{t: t, s: New(), now: time.Unix(1_000_000, 0), works: map[string]bool{}, deaf: map[string]bool{}, slow: map[string]bool{}, jobs: map[JobID]*handle{}, epochs: map[string]uint64{}}
 	for i, total := range totals {
 		f.cards = append(f.cards, Device{Index: i, UUID: fmt.Sprintf("GPU-%d", i), Total: total * gpu.MiB, Free: total * gpu.MiB, Known: true})
 	}
@@ -169,6 +179,10 @@ func (f *fixture) take(e Effect) {
 		f.unloads, f.epochs[e.Slot] = append(f.unloads, e.Slot), e.Epoch
 		require.Zero(f.t, f.slot(e.Slot).Active, "%s is unloaded with a job running", e.Slot)
 	case CheckBusy:
+		if f.slow[e.Slot] {
+			f.asked++
+			return
+		}
 		f.asks = append(f.asks, ask{slot: e.Slot, at: f.now.Add(e.After)})
 	case ProbeNow:
 		f.probes = append(f.probes, e.Slot)
@@ -189,6 +203,12 @@ func (f *fixture) answer() {
 			return
 		}
 	}
+}
+
+// tell is the answer of a slow server to a question that was sent then.
+func (f *fixture) tell(name string, sent time.Time, busy bool) {
+	f.t.Helper()
+	f.step(BusyAnswer{Slot: name, Sent: sent, Busy: busy})
 }
 
 // advance lets time go by, waking the state whenever it asked for it.

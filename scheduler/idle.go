@@ -19,6 +19,11 @@ func (s *State) idleEnd(sl *slot) time.Time {
 	return sl.idleAt.Add(max(sl.cfg.IdleTimeout, sl.cfg.KeepAlive))
 }
 
+// idleOver says whether an idle slot is to be unloaded now.
+func (s *State) idleOver(now time.Time, sl *slot) bool {
+	return s.cfg.IdleUnload == IdleOn && s.idles(sl) && sl.health == healthGood && !now.Before(s.idleEnd(sl))
+}
+
 // unloadIdle unloads what nobody uses. It is looked at in the same step in
 // which jobs are admitted, so no job can come in between.
 func (s *State) unloadIdle(now time.Time) {

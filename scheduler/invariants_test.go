@@ -18,6 +18,7 @@ func TestRandomHistoriesKeepTheRules(t *testing.T) {
 			w := newWorld(t, drawShape(t))
 			w.live()
 			w.standStill(30 * time.Minute)
+			w.nobodyCame(5 * time.Minute)
 			w.check.theEnd()
 			steps += w.steps
 			histories++
@@ -37,7 +38,7 @@ func TestHonestServersNeverRunOutOfMemory(t *testing.T) {
 		rapid.Check(t, func(t *rapid.T) {
 			sh := drawShape(t)
 			sh.honest, sh.cushionless = true, false
-			sh.locked, sh.lies, sh.strange, sh.telemetry, sh.gpuLoss, sh.outsiders, sh.reload = false, false, false, false, false, false, false
+			sh.locked, sh.lies, sh.strange, sh.telemetry, sh.gpuLoss, sh.outsiders, sh.reload = false, false, false, false, false, false, false // without reloads there are no other modes either
 			w := newWorld(t, sh)
 			w.live()
 			w.standStill(30 * time.Minute)
@@ -59,6 +60,11 @@ type checker struct {
 	event   Event
 	epochs  map[string]uint64 // of the load or unload that was asked for last
 	history []record
+
+	idle  idleCheck
+	wakes time.Time // when the state wants to be woken
+	mode  Mode      // before the step
+	crowd []*slot   // who computed at once on a GPU because a configuration allowed it that does not rule any more
 }
 
 // standing is what a slot was like before a step.
@@ -94,7 +100,8 @@ func (c *checker) before(e Event) {
 	for _, sl := range c.w.s.slots {
 		c.was[sl] = standingOf(sl)
 	}
-	c.event = e
+	c.event, c.mode = e, c.w.s.cfg.Mode
+	c.idle.before(c.w)
 }
 
 func (c *checker) after(e Event, effects []Effect, wake time.Time) {
@@ -107,8 +114,10 @@ func (c *checker) after(e Event, effects []Effect, wake time.Time) {
 	if !reflect.DeepEqual(effects, twin) || !wake.Equal(twinWake) {
 		w.fail("the same history had other effects:\n%s\n%s", tell(effects), tell(twin))
 	}
+	c.wakes = wake
 	c.jobs(e, effects)
 	c.wake(e, wake)
+	c.idle.after(c, e, effects)
 	for _, sl := range w.s.slots {
 		c.edge(sl, effects)
 		c.lastUse(sl)
@@ -183,13 +192,13 @@ func (c *checker) jobs(e Event, effects []Effect) {
 		j.state = simRunning
 		sl := w.s.named[f.Slot]
 		was, old := c.was[sl]
-		if old && was.gate.closed && sl.gate.closed && was.gate.since.Equal(sl.gate.since) {
+		if old && w.s.cfg.Mode != Passthrough && was.gate.closed && sl.gate.closed && was.gate.since.Equal(sl.gate.since) {
 			w.fail("job %d was admitted to %s, whose gate is closed", f.Job, f.Slot)
 		}
 		if sl.state != Ready {
 			w.fail("job %d was admitted to %s, which is %s", f.Job, f.Slot, sl.state)
 		}
-		if !sl.cfg.Async && sl.active > sl.cfg.Concurrency {
+		if !sl.cfg.Async && sl.active > sl.cfg.Concurrency && w.s.cfg.Mode != Passthrough {
 			w.fail("%s runs %d jobs, its concurrency is %d", f.Slot, sl.active, sl.cfg.Concurrency)
 		}
 	}
@@ -238,7 +247,7 @@ func (c *checker) wake(e Event, wake time.Time) {
 // edge checks the second column of accounting §2: why a slot's state may change.
 func (c *checker) edge(sl *slot, effects []Effect) {
 	was, old := c.was[sl]
-	if !old || was.state == sl.state || c.w.s.cfg.Mode != Evicting {
+	if !old || was.state == sl.state || c.w.s.cfg.Mode != Evicting || c.mode != Evicting { // a change of mode begins anew
 		return
 	}
 	has := func(k EffectKind) bool {
@@ -377,6 +386,9 @@ func (c *checker) unload(f Effect) {
 // closed checks "plan before acting": a gate closes only if the permitted victims together are enough.
 func (c *checker) closed(v *slot) {
 	t := v.gate.target
+	if t != nil && c.w.s.cfg.ObserveEvictions && c.w.s.cfg.Mode == Evicting && v.state != Stopping {
+		c.w.fail("the gate of %s is closed for %s, and evictions are only observed", v.cfg.Name, t.cfg.Name)
+	}
 	if was, old := c.was[v]; !old || t == nil || was.gate.closed && was.gate.target == t && was.gate.since.Equal(v.gate.since) || t.want.extra {
 		return
 	}
@@ -466,23 +478,32 @@ func (c *checker) othersMoved(sl *slot) bool {
 	})
 }
 
-// lock checks that at most one exclusive slot computes on a GPU.
+// lock checks that at most one exclusive slot computes on a GPU. Those that a
+// configuration of before let compute at once end what they do, and no other joins them.
 func (c *checker) lock() {
 	s := c.w.s
+	_, configured := c.event.(Configure)
+	var crowd []*slot
 	for _, g := range s.gpus {
-		var who []string
+		var who []*slot
 		for _, sl := range s.slots {
 			if sl.busy() && !sl.cfg.LockNone && (s.cfg.LockGlobal || sl.hold(g.Index) != nil) {
-				who = append(who, sl.cfg.Name)
+				who = append(who, sl)
 			}
 		}
 		if len(who) > 1 {
-			c.w.fail("%s compute at once on GPU %d", who, g.Index)
+			for _, sl := range who {
+				if !configured && !slices.Contains(c.crowd, sl) {
+					c.w.fail("%s computes on GPU %d beside others", sl.cfg.Name, g.Index)
+				}
+			}
+			crowd = append(crowd, who...)
 		}
-		if len(who) == 1 && s.named[who[0]].hold(g.Index) != nil && name(c.w.s.owner(g.Index)) != who[0] {
-			c.w.fail("%s computes on GPU %d, its lock is %q's", who[0], g.Index, name(c.w.s.owner(g.Index)))
+		if owner := s.owner(g.Index); len(who) > 0 && who[0].hold(g.Index) != nil && !slices.Contains(who, owner) {
+			c.w.fail("%s computes on GPU %d, its lock is %q's", who[0].cfg.Name, g.Index, name(owner))
 		}
 	}
+	c.crowd = crowd
 }
 
 // transitions checks accounting §4: at most one load or unload on a GPU, the first job of a lazy slot included.

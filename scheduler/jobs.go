@@ -32,6 +32,9 @@ func (s *State) submit(now time.Time, e *Submit) {
 	s.enqueue(j)
 	switch {
 	case s.waiting > s.cfg.MaxQueue: // it runs at once or not at all: nothing is unloaded or loaded for it
+		if sl.gate.idle && sl.state == Ready {
+			s.reopen(now, sl, "it is in use after all")
+		}
 		s.admitReady(now)
 		if j.state == jobWaiting {
 			s.refuse(now, j, &Refusal{Code: QueueFull, RetryAfter: 5 * time.Second,
@@ -264,6 +267,29 @@ func (s *State) unlock(sl *slot) {
 	for _, l := range s.locks {
 		if l.owner == sl {
 			l.owner = nil
+		}
+	}
+	if s.crowded {
+		s.relock()
+	}
+}
+
+// relock gives each lock to one who computes. There may be several: a new
+// configuration can make those exclusive that were not, with their jobs running.
+func (s *State) relock() {
+	s.crowded = false
+	for _, l := range s.locks {
+		if l.owner != nil && !l.owner.busy() {
+			l.owner = nil
+		}
+		for _, sl := range s.slots {
+			if !sl.busy() || sl.cfg.LockNone || !s.cfg.LockGlobal && sl.hold(l.gpu) == nil {
+				continue
+			}
+			s.crowded = s.crowded || l.owner != nil && l.owner != sl
+			if l.owner == nil || l.owner.cfg.LockNone {
+				l.owner = sl
+			}
 		}
 	}
 }

@@ -1,6 +1,7 @@
 package scheduler
 
 import (
+	"cmp"
 	"maps"
 	"slices"
 	"time"
@@ -74,14 +75,19 @@ func (s *State) remember(sl *slot) {
 		s.past = map[string]Learnt{}
 	}
 	s.past[sl.cfg.Name] = l
-	for len(s.past) > maxPast {
-		oldest := ""
-		for name, l := range s.past {
-			if o := s.past[oldest]; oldest == "" || l.LastUse.Before(o.LastUse) || l.LastUse.Equal(o.LastUse) && name < oldest {
-				oldest = name
-			}
-		}
-		delete(s.past, oldest)
+	s.forget()
+}
+
+// forget keeps what is remembered within its bound: those that were not used for longest go.
+func (s *State) forget() {
+	if len(s.past) <= maxPast {
+		return
+	}
+	oldest := slices.SortedFunc(maps.Keys(s.past), func(a, b string) int {
+		return cmp.Or(s.past[a].LastUse.Compare(s.past[b].LastUse), cmp.Compare(a, b))
+	})
+	for _, name := range oldest[:len(oldest)-maxPast] {
+		delete(s.past, name)
 	}
 }
 

@@ -10,11 +10,13 @@ import (
 
 // configure takes a new configuration. What is known of the slots that stay is kept.
 func (s *State) configure(now time.Time, cfg Config) {
-	old := s.cfg.Mode
-	first := s.cfg.Slots == nil
+	anew := s.cfg.Mode != cfg.Mode
 	s.cfg = cfg
 	for _, sl := range s.slots {
 		if !slices.ContainsFunc(cfg.Slots, func(c SlotConfig) bool { return c.Name == sl.cfg.Name }) {
+			if anew { // who waits there is served by the new kind of scheduler
+				s.adopt(now, sl, sl.cfg, anew)
+			}
 			sl.gone = true
 		}
 	}
@@ -25,7 +27,7 @@ func (s *State) configure(now time.Time, cfg Config) {
 			sl = &slot{}
 			s.named[c.Name] = sl
 		}
-		s.adopt(now, sl, c, old != cfg.Mode && !first)
+		s.adopt(now, sl, c, anew)
 		slots = append(slots, sl)
 	}
 	for _, sl := range s.slots {
@@ -34,7 +36,9 @@ func (s *State) configure(now time.Time, cfg Config) {
 		}
 	}
 	s.slots = slots
+	s.forget() // not before: what is remembered of slots that are there has come back to them
 	s.reindex()
+	s.relock()
 	s.pump(now)
 }
 

@@ -177,6 +177,10 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 		t.why = "waits for the first probe"
 		return false
 	}
+	if r := s.refusesSlot(t); r != nil { // in this step it has come to a GPU that is not there
+		s.refuseAll(now, t, r)
+		return true
+	}
 	if !s.due(now, t.coolUntil) {
 		t.why = "cools down after a failed load"
 		return false
@@ -219,7 +223,7 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 		t.why = "waits for memory that unloads did not bring back"
 		if v := s.unflushed(t); v != nil {
 			t.want.blocked = now
-			s.flush(now, v)
+			s.flush(now, v, true)
 			return false
 		}
 		if !t.want.blocked.IsZero() && !s.due(now, t.want.blocked.Add(s.cfg.OutsiderWait)) { // what was flushed has time to come back
@@ -451,7 +455,7 @@ func (s *State) wait(now time.Time, t *slot) (progress bool) {
 		t.want.blocked = now
 	}
 	if v := s.unflushed(t); v != nil {
-		s.flush(now, v)
+		s.flush(now, v, true)
 		return false
 	}
 	if !s.due(now, t.want.blocked.Add(s.cfg.OutsiderWait)) {

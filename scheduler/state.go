@@ -16,6 +16,8 @@ type State struct {
 	gpus  []*card // in the order of their index
 	locks []*lock // of all GPUs that slots were ever on, seen or not
 
+	crowded bool // several compute on a GPU, as an earlier configuration let them: a lock that is given back has another owner
+
 	jobs      slab
 	deadlines deadlines
 	waiting   int    // jobs in all queues
@@ -146,6 +148,7 @@ type gate struct {
 	closed bool
 	target *slot // for whom; nil: by hand, because it was removed, or because it is idle
 	idle   bool  // nobody uses it: a job that comes before the unload call goes out opens it again
+	room   bool  // IDLE, and to be flushed for whoever waits for memory
 	since  time.Time
 	clear  bool // the server said, after the drain, that it is idle
 }

@@ -29,6 +29,7 @@ type world struct {
 
 	shape   shape
 	cfg     Config
+	mode    Mode
 	gpus    []*simGPU
 	servers []*simServer
 	jobs    map[JobID]*simJob
@@ -54,6 +55,7 @@ type shape struct {
 	outsiders, telemetry, gpuLoss                      bool
 	cancels, deadlines, manual, reload, stale, strange bool
 	smallQueue, priorities, eager                      bool
+	idle, observe, drains, modes, reshape, recall      bool
 	honest                                             bool // running out of memory is a fault
 }
 
@@ -71,6 +73,8 @@ func drawShape(t *rapid.T) shape {
 		outsiders: flag("outsiders"), telemetry: flag("telemetry lost"), gpuLoss: flag("gpu lost"),
 		cancels: flag("cancels"), deadlines: flag("deadlines"), manual: flag("manual unloads"), reload: flag("reloads"), stale: flag("stale answers"), strange: flag("strange events"),
 		smallQueue: flag("small queue") && flag("really small queue"), priorities: flag("priorities"), eager: flag("eager clients"),
+		idle: flag("idle timeouts"), observe: flag("observe") && flag("really observe"), drains: flag("drains") && flag("really drains"),
+		modes: flag("modes") && flag("really modes"), reshape: flag("reshaped slots"), recall: flag("recall"),
 	}
 }
 
@@ -167,6 +171,9 @@ const mib = gpu.MiB
 func newWorld(t *rapid.T, sh shape) *world {
 	w := &world{t: t, rand: rand.New(rand.NewPCG(sh.seed, 1)), now: time.Unix(1_000_000, 0), shape: sh, s: New(), twin: New(), jobs: map[JobID]*simJob{}}
 	w.check.w = w
+	if sh.locked {
+		w.mode = Locked
+	}
 	for i := range sh.gpus {
 		w.gpus = append(w.gpus, &simGPU{index: i, total: 16384 * mib, driver: gpu.Bytes(w.rand.IntN(600)) * mib})
 	}
@@ -195,9 +202,11 @@ func (w *world) newConfig() Config {
 	if sh.smallQueue {
 		cfg.MaxQueue = 1 + w.rand.IntN(6)
 	}
-	if sh.locked {
-		cfg.Mode = Locked
+	cfg.Mode = w.mode
+	if sh.idle && w.chance(30) {
+		cfg.IdleUnload = []IdleUnload{IdleOff, IdleObserve}[w.rand.IntN(2)]
 	}
+	cfg.ObserveEvictions = sh.observe && w.chance(40)
 	if sh.cushionless {
 		none := gpu.Bytes(0)
 		cfg.Cushion = &none
@@ -221,19 +230,15 @@ func (w *world) newServer(name string) *simServer {
 		CanUnload: !w.chance(8), CanLoad: w.chance(65), CanProbe: w.chance(85), CanBusy: w.chance(35),
 		LockNone: w.chance(12), Pin: w.chance(6), NoEvict: w.chance(6), VRAMManaged: w.chance(6),
 	}
+	if w.shape.idle && w.chance(70) {
+		c.IdleTimeout, c.OwnIdle = w.between(500*time.Millisecond, 20*time.Second), w.chance(30)
+	}
+	if w.chance(15) {
+		c.MaxRun = w.between(time.Second, 2*time.Minute)
+	}
 	c.CanTell = c.CanProbe && w.chance(65)
 	c.Async = c.CanBusy && w.chance(60)
-	switch at := w.rand.IntN(4); {
-	case w.shape.gpus == 1 || at < 2:
-		c.GPUs = []int{0}
-	case at == 2:
-		c.GPUs = []int{1}
-	default:
-		c.GPUs = []int{0, 1}
-	}
-	if w.hazard(w.shape.strange, 3) {
-		c.GPUs = []int{7} // there is none
-	}
+	c.GPUs = w.somewhere()
 	if w.chance(40) {
 		c.Residual = gpu.Bytes(w.rand.IntN(600)) * mib
 	}
@@ -263,6 +268,21 @@ func (w *world) newServer(name string) *simServer {
 		w.hold(sv)
 	}
 	return sv
+}
+
+// somewhere is the GPUs of a server.
+func (w *world) somewhere() []int {
+	if w.hazard(w.shape.strange, 3) {
+		return []int{7} // there is none
+	}
+	switch at := w.rand.IntN(4); {
+	case w.shape.gpus == 1 || at < 2:
+		return []int{0}
+	case at == 2:
+		return []int{1}
+	default:
+		return []int{0, 1}
+	}
 }
 
 // ---- memory ----
@@ -305,6 +325,7 @@ func (w *world) roomFor(sv *simServer) bool {
 func (w *world) hold(sv *simServer) {
 	sv.loaded = true
 	sv.reuse()
+	clear(sv.mem) // it may have been configured to run elsewhere since
 	for _, i := range sv.cfg.GPUs {
 		sv.mem[i] = sv.takes
 	}
@@ -492,7 +513,7 @@ func (w *world) serve(j *simJob) {
 	sv.working++
 	j.works = true
 	life := sv.life
-	if !sv.loaded && !w.shape.locked { // the server loads inside its first request
+	if !sv.loaded { // the server loads inside its first request
 		takes := min(w.between(0, time.Second), j.lasts/2)
 		if w.shape.honest {
 			takes = 0 // else one that goes on loading for a client that left could do so at any later time

@@ -1,5 +1,5 @@
-// Command mutants checks the scheduler's tests: it plants faults into the
-// scheduler, one at a time, and runs its tests with each. Every fault must make
+// Command mutants checks the tests of the scheduler and of its driver: it plants
+// faults into them, one at a time, and runs their tests with each. Every fault must make
 // a test fail. The sources themselves are not touched: the go command is given
 // the changed file as an overlay.
 //
@@ -11,6 +11,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -91,31 +92,35 @@ func moduleRoot() (string, error) {
 	return filepath.Dir(mod), nil
 }
 
+func (m mutant) folder() string { return cmp.Or(m.dir, "scheduler") }
+
+func (m mutant) pkg() string { return "./" + m.folder() + "/" }
+
 // try plants one fault and says which tests of each kind caught it.
 func try(root, dir string, m mutant) (byHistories, byTables string, err error) {
 	overlay, err := plant(root, dir, m)
 	if err != nil {
 		return "", "", err
 	}
-	if out, err := gocmd(root, "build", "-overlay", overlay, "./scheduler/"); err != nil {
+	if out, err := gocmd(root, "build", "-overlay", overlay, m.pkg()); err != nil {
 		return "", "", fmt.Errorf("it does not compile, which is no catch: %w\n%s", err, out)
 	}
-	if byHistories, err = test(root, overlay, "-run", properties); err != nil {
+	if byHistories, err = test(root, overlay, m.pkg(), "-run", properties); err != nil {
 		return "", "", err
 	}
-	byTables, err = test(root, overlay, "-skip", properties)
+	byTables, err = test(root, overlay, m.pkg(), "-skip", properties+"|^TestAlone")
 	return byHistories, byTables, err
 }
 
 // plant writes the changed file and the overlay that puts it in place of the true one.
 func plant(root, dir string, m mutant) (overlay string, err error) {
-	path := filepath.Join(root, "scheduler", m.file)
+	path := filepath.Join(root, m.folder(), m.file)
 	source, err := os.ReadFile(path)
 	if err != nil {
 		return "", err
 	}
 	if n := bytes.Count(source, []byte(m.old)); n != 1 {
-		return "", fmt.Errorf("its place must occur exactly once in scheduler/%s, and does %d times: bring the fault up to date with the code", m.file, n)
+		return "", fmt.Errorf("its place must occur exactly once in %s/%s, and does %d times: bring the fault up to date with the code", m.folder(), m.file, n)
 	}
 	changed := filepath.Join(dir, m.file)
 	if err := os.WriteFile(changed, bytes.Replace(source, []byte(m.old), []byte(m.new), 1), 0o600); err != nil {
@@ -132,10 +137,12 @@ func plant(root, dir string, m mutant) (overlay string, err error) {
 var failed = regexp.MustCompile(`(?m)^--- FAIL: (\S+)`)
 
 // test runs tests with a fault and says which failed; empty: none.
-func test(root, overlay string, which ...string) (string, error) {
+func test(root, overlay, pkg string, which ...string) (string, error) {
 	args := append([]string{"test", "-overlay", overlay, "-count=1", "-timeout", limit.String(),
-		"./scheduler/"}, which...)
-	args = append(args, "-args", "-rapid.nofailfile", "-rapid.shrinktime=1ms")
+		pkg}, which...)
+	if pkg == "./scheduler/" {
+		args = append(args, "-args", "-rapid.nofailfile", "-rapid.shrinktime=1ms")
+	}
 	out, err := gocmd(root, args...)
 	if err == nil {
 		return "", nil

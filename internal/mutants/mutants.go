@@ -1,16 +1,17 @@
 package main
 
-// mutant is one planted fault: in a file of the scheduler, old becomes new.
+// mutant is one planted fault: in a file of a package, old becomes new.
 type mutant struct {
 	name string
-	file string // within scheduler/
+	dir  string // of the package; empty: scheduler
+	file string
 	old  string // must occur exactly once
 	new  string
 }
 
-// mutants are the faults that the scheduler's tests must catch: the ten that a
-// scheduler of this kind is most likely to have, then those that its random
-// histories once found in it.
+// mutants are the faults that the tests must catch: the ten that a scheduler of
+// this kind is most likely to have, those that its random histories once found
+// in it, then those of idle unloads, drains, reloads and what was learnt.
 var mutants = []mutant{
 	{
 		name: "a job can be released twice",
@@ -112,6 +113,111 @@ var mutants = []mutant{
 		name: "a load does not wait for a look at what a failed one left",
 		file: "handover.go",
 		old:  "\t\tc.doubt = now\n",
+		new:  "",
+	},
+	{
+		name: "an idle unload ignores that a job waits",
+		file: "idle.go",
+		old:  "sl.state == Ready && !sl.busy() && sl.queue.count == 0",
+		new:  "sl.state == Ready && !sl.busy()",
+	},
+	{
+		name: "idle counts from the last use, not from the last job's end",
+		file: "idle.go",
+		old:  "return sl.idleAt.Add(max(",
+		new:  "return sl.lastUse.Add(max(",
+	},
+	{
+		name: "an idle unload that has begun is not taken back",
+		file: "handover.go",
+		old:  "case v.gate.idle && !s.idleOver(now, v):",
+		new:  "case false:",
+	},
+	{
+		name: "idle_unload observe unloads if it comes in the middle",
+		file: "idle.go",
+		old:  "return s.cfg.IdleUnload == IdleOn && s.idles(sl)",
+		new:  "return s.idles(sl)",
+	},
+	{
+		name: "a failed idle unload is tried again at once",
+		file: "idle.go",
+		old:  "if !s.due(now, sl.retryAt) || !s.mayMove(sl) {",
+		new:  "if !s.mayMove(sl) {",
+	},
+	{
+		name: "an idle slot's gate closes while another loads",
+		file: "idle.go",
+		old:  "if !s.due(now, sl.retryAt) || !s.mayMove(sl) {",
+		new:  "if !s.due(now, sl.retryAt) {",
+	},
+	{
+		name: "nobody wakes the scheduler for an idle slot",
+		file: "jobs.go",
+		old:  "\t\ts.wakeBy(s.idleEnd(sl))\n",
+		new:  "",
+	},
+	{
+		name: "eviction observe does not reach a drain under way",
+		file: "plan.go",
+		old:  "return orElse(shields(t, v), \"eviction observe\")",
+		new:  "return shields(t, v)",
+	},
+	{
+		name: "a drained slot takes jobs",
+		file: "jobs.go",
+		old:  "case s.draining || sl.draining:",
+		new:  "case s.draining:",
+	},
+	{
+		name: "who waits for a drained slot goes on waiting",
+		file: "jobs.go",
+		old:  "r := s.drained(sl)",
+		new:  "var r *Refusal",
+	},
+	{
+		name: "what was learnt is not recalled",
+		file: "observe.go",
+		old:  "\t\ts.recall(now, sl)\n",
+		new:  "",
+	},
+	{
+		name: "abandon_after is ignored",
+		file: "plan.go",
+		old:  "return v.queue.count == 0 && s.due(now, v.emptyAt.Add(s.cfg.AbandonAfter))",
+		new:  "return v.queue.count == 0",
+	},
+	{
+		name: "a reload that makes slots exclusive gives the lock away too early",
+		file: "jobs.go",
+		old:  "\tif s.crowded {\n",
+		new:  "\tif false {\n",
+	},
+	{
+		name: "a slot that a reload moved is loaded on a GPU that is not there",
+		file: "plan.go",
+		old:  "if r := s.refusesSlot(t); r != nil {",
+		new:  "if r := s.refusesSlot(t); r != nil && s.card(t.on[0].card) != nil {",
+	},
+	{
+		name: "a pending configuration rules at once",
+		dir:  "broker",
+		file: "generation.go",
+		old:  "\tif len(b.gens) == 1 {\n",
+		new:  "\tif len(b.gens) >= 1 {\n",
+	},
+	{
+		name: "the drivers of a configuration that never ruled stay open",
+		dir:  "broker",
+		file: "generation.go",
+		old:  "\tif i > 0 { // it never ruled\n\t\tg.discard()\n",
+		new:  "\tif i > 0 {\n",
+	},
+	{
+		name: "what was learnt is written though nothing changed",
+		dir:  "broker",
+		file: "learnt.go",
+		old:  "bytes.Equal(doc, b.saved) || ",
 		new:  "",
 	},
 }

@@ -115,18 +115,36 @@ func TestFC05_LazyServerIsWarmForTheRetry(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			s := start(t, layout{Consumers: []consumer{c.consumer}})
-			for range 5 {
-				s.gaveUp(s.impatient(load*3/4, c.path+"?ms=60000", c.body))
+			s.gaveUp(s.impatient(load*3/4, c.path, c.body))
+			require.Less(t, s.ok(s.impatient(load*3/4, c.path, c.body)).took, load*3/4, "it joined the load that went on")
+			for range 3 {
+				s.ok(s.impatient(load*3/4, c.path, c.body))
 			}
 			s.idle("m")
 			a := s.post(c.path, c.body)
 			require.Equal(t, 200, a.status, "%s", a.body)
 			require.Less(t, a.took, load/4, "it was warm")
 			require.Equal(t, 1, s.servers["m"].Stats().LoadsStarted)
-			require.Equal(t, 1, s.servers["m"].Stats().Worked)
 			require.Zero(t, s.servers["m"].Stats().UnloadCalls)
 		})
 	}
+}
+
+func TestWorkOfAClientThatLeftDuringALazyLoadEndsOnceTheServerSaysThatItIsLoaded(t *testing.T) {
+	t.Parallel()
+	const load = 1200 * time.Millisecond
+	m := slowLoad("m", 9, load)
+	m.Lazy = true
+	m.Lines = "lifecycle_by_hand\nhealth /health {\nloaded $.loaded\nresident_mib $.gpu_resident_mib\n}\nunload POST /api/admin/unload"
+	s := start(t, layout{Consumers: []consumer{m, plainModel("other", 2)}})
+	s.gaveUp(s.impatient(load*3/4, "/m/synthesize?ms=60000", "x"))
+	require.NoError(t, s.servers["m"].WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Loaded }))
+	loaded := time.Now()
+	s.idle("m")
+	require.Less(t, time.Since(loaded), 3*time.Second, "the GPU is held for nobody")
+	s.warm("/m/synthesize", "x")
+	s.serve("other")
+	require.Equal(t, 1, s.servers["m"].Stats().LoadsStarted)
 }
 
 // fickle is a lazy server whose load ends with the request that asked for it, as ollama's does
@@ -187,7 +205,7 @@ func (f *fickle) counts() (begun, broken int) {
 // serveOn serves a handler until the test ends, and returns its address.
 func serveOn(t testing.TB, h http.Handler) string {
 	t.Helper()
-	l, err := net.Listen("tcp", freeAddr(t))
+	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	srv := &http.Server{Handler: h, ReadHeaderTimeout: patience}
 	done := make(chan struct{})
@@ -331,13 +349,18 @@ func TestLoadThatIsJoinedAgainInTimeGoesOn(t *testing.T) {
 
 func TestFC15_WaitersOfALoadThatFailsAreToldOnceAndTheNextRequestAfterTheCoolDownLoads(t *testing.T) {
 	t.Parallel()
-	c := slowLoad("m", 9, time.Second)
-	s := start(t, layout{Global: "load_timeout 500ms", Consumers: []consumer{c}})
+	s := start(t, layout{Consumers: []consumer{plainModel("m", 9), plainModel("other", 9)}})
+	s.serve("other")
+	refuse := func(on bool) { s.servers["m"].SetFaults(func(f *modelserver.Faults) { f.RefuseLoad = on }) }
+	refuse(true)
+	runs := s.send("POST", "/other/synthesize?ms=700", "x")
+	require.NoError(t, s.servers["other"].WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Working == 1 }))
 	var waits []<-chan answer
 	for range 4 {
 		waits = append(waits, s.send("POST", "/m/synthesize", "x"))
 	}
 	s.waitQueued("m", 4)
+	s.ok(runs)
 	for _, ch := range waits {
 		a := s.await(ch)
 		require.Equal(t, 503, a.status)
@@ -352,7 +375,7 @@ func TestFC15_WaitersOfALoadThatFailsAreToldOnceAndTheNextRequestAfterTheCoolDow
 	require.NoError(t, err)
 	require.InDelta(t, 1, time.Until(cools).Seconds(), 1)
 
-	s.servers["m"].SetOptions(func(o *modelserver.Options) { o.LoadTime = 20 * time.Millisecond })
+	refuse(false)
 	a := s.serve("m") // waits for the end of the cool-down
 	require.False(t, a.at.Before(cools))
 	require.EqualValues(t, 1, s.status().Scheduler.LoadFailures)
@@ -413,7 +436,7 @@ func TestLoadThatEndsAfterItsServerDiedAndCameBackIsNotBelieved(t *testing.T) {
 	s := start(t, layout{Consumers: []consumer{slowLoad("m", 9, 700*time.Millisecond), plainModel("other", 9)}})
 	srv := s.servers["m"]
 	waits := s.send("POST", "/m/synthesize", "x")
-	s.waitState("m", "LOADING")
+	require.NoError(t, srv.WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.LoadsStarted == 1 }))
 	require.NoError(t, srv.Restart())
 	s.honest(s.await(waits))
 	s.serve("m")

@@ -11,7 +11,9 @@ import (
 	"io"
 	"math/rand/v2"
 	"net/http"
+	"net/http/httptrace"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -29,6 +31,9 @@ type soaker struct {
 	rng  *rand.Rand
 
 	refused bool // the last answer was a refusal
+
+	mu    sync.Mutex
+	conns map[string]time.Time // when each of its connections was used first
 }
 
 // asked is one request and what became of it.
@@ -44,6 +49,7 @@ type asked struct {
 	leaves      bool      // its client may leave
 	got         answer
 	major       int // of HTTP
+	conn        string
 }
 
 // kindsOfClient says how many of each kind there are, how long one pauses
@@ -130,6 +136,7 @@ func (c *soaker) send(ctx context.Context, a *asked) *asked {
 		req.ContentLength = a.size
 	}
 	req.Header.Set("X-Tag", a.id)
+	req = req.WithContext(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(info httptrace.GotConnInfo) { a.conn = c.connection(info) }}))
 	a.began = time.Now()
 	a.sent = a.began
 	a.major = 1
@@ -153,6 +160,20 @@ func (c *soaker) send(ctx context.Context, a *asked) *asked {
 	c.refused = resp.StatusCode >= 500
 	a.got = answer{status: resp.StatusCode, header: resp.Header, body: data, err: err, at: time.Now(), took: time.Since(a.began)}
 	return a
+}
+
+// connection tells which connection a request got, for people.
+func (c *soaker) connection(info httptrace.GotConnInfo) string {
+	local := info.Conn.LocalAddr().String()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.conns == nil || len(c.conns) > 100 {
+		c.conns = map[string]time.Time{}
+	}
+	if _, ok := c.conns[local]; !ok {
+		c.conns[local] = time.Now()
+	}
+	return fmt.Sprintf("connection %s, first used %s ago, idle for %s", local, time.Since(c.conns[local]).Round(time.Millisecond), info.IdleTime.Round(time.Millisecond))
 }
 
 func (c *soaker) pick(from []string) string { return from[c.rng.IntN(len(from))] }

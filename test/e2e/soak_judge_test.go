@@ -70,7 +70,7 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 		if k.spells.between(a.began, got.at, oldConnections, spellGone, a.consumer) {
 			return notThere
 		}
-		return k.wrong(a, "no route")
+		return k.wrong(a, "no route; it was configured for %s", k.spells.since(spellGone, got.at))
 	}
 	by := got.header.Get("X-Modelserver")
 	switch {
@@ -164,8 +164,8 @@ func (k *soak) scarce(consumer string, from, to time.Time) bool {
 
 func (k *soak) wrong(a *asked, format string, args ...any) string {
 	since := func(t time.Time) float64 { return t.Sub(k.rec.began).Seconds() }
-	k.rec.breach(a.kind+": "+format, fmt.Sprintf("%s: %s %s, began %.3fs, sent %.3fs, HTTP/%d: %s\n            going on: %s\n%s", a.kind, a.method, a.path,
-		since(a.began), since(a.sent), a.major, fmt.Sprintf(format, args...), k.spells.around(a.began, time.Now()), k.glance()))
+	k.rec.breach(a.kind+": "+format, fmt.Sprintf("%s: %s %s, began %.3fs, sent %.3fs, HTTP/%d: %s\n            %s\n            going on: %s\n%s", a.kind, a.method, a.path,
+		since(a.began), since(a.sent), a.major, fmt.Sprintf(format, args...), a.conn, k.spells.around(a.began, time.Now()), k.glance()))
 	return bad
 }
 

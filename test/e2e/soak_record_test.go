@@ -164,6 +164,19 @@ func (w *spells) between(from, to time.Time, slack time.Duration, kind, on strin
 	return false
 }
 
+// since says how long before a time the last spell of a kind ended.
+func (w *spells) since(kind string, at time.Time) time.Duration {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var last time.Time
+	for _, s := range w.all {
+		if s.kind == kind && s.to.After(last) {
+			last = s.to
+		}
+	}
+	return at.Sub(last)
+}
+
 // around tells the spells of a time, for people.
 func (w *spells) around(from, to time.Time) string {
 	w.mu.Lock()

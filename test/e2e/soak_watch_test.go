@@ -87,9 +87,40 @@ func brief(st broker.Status) string {
 	return b.String()
 }
 
+// lately tells what the broker decided last, for people.
+func (k *soak) lately() string {
+	const most, tail = 15, 64 << 10
+	f, err := os.Open(filepath.Join(k.dir, "caddy.log"))
+	if err != nil {
+		return err.Error()
+	}
+	defer f.Close()
+	if info, err := f.Stat(); err == nil && info.Size() > tail {
+		_, err = f.Seek(-tail, io.SeekEnd)
+		if err != nil {
+			return err.Error()
+		}
+	}
+	text, err := io.ReadAll(f)
+	if err != nil {
+		return err.Error()
+	}
+	var out []string
+	for line := range strings.Lines(string(text)) {
+		var d struct {
+			TS                                 float64
+			Logger, Msg, Consumer, For, Reason string
+		}
+		if json.Unmarshal([]byte(line), &d) == nil && d.Logger == "gpu_broker" && d.Msg != "refuse" {
+			out = append(out, fmt.Sprintf("            %7.3fs %s %s %s: %s\n", d.TS-float64(k.rec.began.UnixNano())/1e9, d.Msg, d.Consumer, d.For, d.Reason))
+		}
+	}
+	return strings.Join(out[max(0, len(out)-most):], "")
+}
+
 func (k *soak) invariants(sent time.Time, before, now broker.Status) {
 	bad := func(format string, args ...any) {
-		k.rec.breach("status: "+format, fmt.Sprintf("status: %s; going on: %s\n%s", fmt.Sprintf(format, args...), k.spells.around(sent, time.Now()), brief(now)))
+		k.rec.breach("status: "+format, fmt.Sprintf("status: %s; going on: %s\n%s", fmt.Sprintf(format, args...), k.spells.around(sent, time.Now()), brief(now)+k.lately()))
 	}
 	k.deepest(now.Scheduler.QueueDepth)
 	waiting, active := 0, 0

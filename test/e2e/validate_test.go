@@ -27,7 +27,7 @@ type tripwire struct {
 
 func newTripwire(t testing.TB) *tripwire {
 	t.Helper()
-	l, err := net.Listen("tcp", freeAddr(t))
+	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	w := &tripwire{addr: l.Addr().String()}
 	var tasks sync.WaitGroup

@@ -1,0 +1,375 @@
+package broker
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// drivers makes a driver of its own at each opening, and keeps account of what becomes of it.
+type drivers struct {
+	server *fakeServer
+	fail   error
+	opened []*driver
+}
+
+type driver struct {
+	*fakeServer
+	used   atomic.Int32
+	closed atomic.Int32
+}
+
+func (o *drivers) Open(lifecycle.Deps) (lifecycle.Driver, error) {
+	if o.fail != nil {
+		return nil, o.fail
+	}
+	d := &driver{fakeServer: o.server}
+	o.opened = append(o.opened, d)
+	return d, nil
+}
+
+func (d *driver) Close() error { d.closed.Add(1); return nil }
+func (d *driver) Probe(ctx context.Context) lifecycle.Report {
+	d.used.Add(1)
+	return d.fakeServer.Probe(ctx)
+}
+func (d *driver) Load(ctx context.Context) error { d.used.Add(1); return d.fakeServer.Load(ctx) }
+func (d *driver) Unload(ctx context.Context) (bool, error) {
+	d.used.Add(1)
+	return d.fakeServer.Unload(ctx)
+}
+func (d *driver) Busy(ctx context.Context) (bool, error) {
+	d.used.Add(1)
+	return d.fakeServer.Busy(ctx)
+}
+
+// made is a generation whose drivers are accounted for. Each has a key: those of equal keys are the same.
+func (w *world) made(t testing.TB, key string, edit func(*config.Broker), names ...string) (g *Generation, all map[string]*drivers) {
+	t.Helper()
+	var consumers []*config.Consumer
+	for _, n := range names {
+		consumers = append(consumers, server(n, 4*gpu.GiB))
+	}
+	g = w.generation(t, edit, consumers...)
+	all = map[string]*drivers{}
+	for _, n := range names {
+		all[n] = &drivers{server: w.servers[n]}
+		g.Lifecycles[n], g.Keys[n] = all[n], key
+	}
+	return g, all
+}
+
+func closedOnce(t testing.TB, ds ...*drivers) {
+	t.Helper()
+	for _, o := range ds {
+		for _, d := range o.opened {
+			require.EqualValues(t, 1, d.closed.Load(), "a driver is closed exactly once")
+		}
+	}
+}
+
+func (w *world) serves(t testing.TB, name string) {
+	t.Helper()
+	l, err := w.Acquire(context.Background(), Request{Consumer: name})
+	require.NoError(t, err)
+	l.Release(scheduler.Served)
+}
+
+func isDone(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+func TestAPendingConfigurationHasNoEffect(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil)
+		defer w.Close()
+		a, old := w.made(t, "old", nil, "a", "b")
+		require.NoError(t, w.Push(a))
+		w.Pop(w.gen)
+		require.True(t, isDone(a.Ruled()))
+		w.serves(t, "a")
+		running, err := w.Acquire(context.Background(), Request{Consumer: "b"})
+		require.NoError(t, err)
+
+		elsewhere := &fakeGPU{total: 1 * gpu.GiB}
+		b, new := w.made(t, "new", func(b *config.Broker) { b.Scheduler, b.MaxQueue = config.Passthrough, 1 }, "a", "c")
+		b.Sampler, b.SamplerKey = elsewhere, "elsewhere"
+		time.Sleep(10 * time.Second) // of the bubble's clock
+		before := w.Status()
+		require.NoError(t, w.Push(b))
+		time.Sleep(time.Minute) // of the bubble's clock
+		require.Equal(t, []string{"a", "b"}, w.Names())
+		require.False(t, w.Knows("c"))
+		require.False(t, isDone(b.Ruled()))
+		require.False(t, isDone(b.Undone()))
+		require.Zero(t, elsewhere.looks)
+		for _, n := range []string{"a", "c"} {
+			require.Len(t, new[n].opened, 1, "opening starts nothing, and its faults are told in time")
+			require.Zero(t, new[n].opened[0].used.Load())
+			require.Zero(t, new[n].opened[0].closed.Load())
+			if old[n] != nil {
+				require.Zero(t, old[n].opened[0].closed.Load())
+			}
+		}
+		_, err = w.Acquire(context.Background(), Request{Consumer: "c"})
+		require.Error(t, err)
+		after := w.Status()
+		require.Equal(t, before.Consumers["a"].Slots, after.Consumers["a"].Slots)
+		require.Equal(t, before.Total, after.Total)
+		require.Equal(t, before.Scheduler.Loads, after.Scheduler.Loads)
+
+		w.Pop(a)
+		require.True(t, isDone(b.Ruled()))
+		require.Equal(t, []string{"a", "c"}, w.Names())
+		closedOnce(t, old["a"])
+		w.serves(t, "c")
+		time.Sleep(10 * time.Second) // of the bubble's clock
+		require.Positive(t, new["c"].opened[0].used.Load())
+		require.Positive(t, elsewhere.looks)
+		require.Positive(t, new["a"].opened[0].used.Load())
+		running.Release(scheduler.Served)
+		w.Close()
+		closedOnce(t, old["a"], old["b"], new["a"], new["c"])
+	})
+}
+
+func TestAConfigurationThatIsUndoneLeavesNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil)
+		defer w.Close()
+		a, old := w.made(t, "old", nil, "a")
+		require.NoError(t, w.Push(a))
+		w.Pop(w.gen)
+		w.serves(t, "a")
+		var all []*drivers
+		for range 2 { // two that fail, one after the other
+			b, new := w.made(t, "new", nil, "a", "c")
+			require.NoError(t, w.Push(b))
+			time.Sleep(time.Minute) // of the bubble's clock
+			w.Pop(b)
+			w.Pop(b) // Caddy stops it, and cleans up
+			require.True(t, isDone(b.Undone()))
+			require.False(t, isDone(b.Ruled()))
+			closedOnce(t, new["a"], new["c"])
+			require.Zero(t, new["a"].opened[0].used.Load())
+			require.Zero(t, old["a"].opened[0].closed.Load())
+			all = append(all, new["a"], new["c"])
+			w.serves(t, "a")
+		}
+		never, _ := w.made(t, "never", nil, "d")
+		w.Pop(never) // failed before its start
+		good, new := w.made(t, "new", nil, "a", "c")
+		require.NoError(t, w.Push(good))
+		w.Pop(a)
+		require.True(t, isDone(good.Ruled()))
+		w.serves(t, "a")
+		w.serves(t, "c")
+		require.Equal(t, 1, w.servers["a"].count(&w.servers["a"].loads), "it stayed loaded all the while")
+		w.Close()
+		closedOnce(t, append(all, old["a"], new["a"], new["c"])...)
+	})
+}
+
+func TestAConfigurationWhoseServerCannotBeOpenedIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB))
+		defer w.Close()
+		b, new := w.made(t, "new", nil, "b", "c", "d")
+		new["c"].fail = errors.New("a socket that is none")
+		require.ErrorContains(t, w.Push(b), `consumer "c": a socket that is none`)
+		closedOnce(t, new["b"])
+		w.Pop(b)
+		require.Equal(t, []string{"a"}, w.Names())
+		w.serves(t, "a")
+		good := w.generation(t, nil, server("b", 4*gpu.GiB))
+		require.NoError(t, w.Push(good))
+		w.Pop(w.gen)
+		w.serves(t, "b")
+	})
+}
+
+func TestTheLastConfigurationRulesUntilAnotherComes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB))
+		defer w.Close()
+		w.serves(t, "a")
+		w.Pop(w.gen) // a Caddy that stops the old one first
+		w.serves(t, "a")
+		next := w.generation(t, nil, server("a", 4*gpu.GiB), server("b", 4*gpu.GiB))
+		require.NoError(t, w.Push(next))
+		require.True(t, isDone(next.Ruled()))
+		w.serves(t, "b")
+		require.Equal(t, 1, w.servers["a"].count(&w.servers["a"].loads))
+	})
+}
+
+// A removed consumer goes when its work is done, which may be at any moment:
+// before a configuration that has it again comes, before that rules, or never.
+func TestAConsumerThatLeavesWhileItComesBackHasAnOpenDriver(t *testing.T) {
+	for name, when := range map[string]struct{ drops, undone bool }{
+		"it goes before that rules":           {drops: true},
+		"it is there still when that rules":   {},
+		"it goes, and that never rules":       {drops: true, undone: true},
+		"it is there still, that never rules": {undone: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(t, nil)
+				defer w.Close()
+				first, one := w.made(t, "same", nil, "a", "b")
+				require.NoError(t, w.Push(first))
+				w.Pop(w.gen)
+				running, err := w.Acquire(context.Background(), Request{Consumer: "b"})
+				require.NoError(t, err)
+				second, two := w.made(t, "same", nil, "a")
+				require.NoError(t, w.Push(second))
+				w.Pop(first)
+				require.Empty(t, two["a"].opened, "it has not changed")
+				require.True(t, w.Status().Consumers["b"].Removed)
+
+				third, three := w.made(t, "same", nil, "a", "b")
+				require.NoError(t, w.Push(third))
+				if when.drops {
+					running.Release(scheduler.Served)
+					time.Sleep(10 * time.Second) // of the bubble's clock
+					require.False(t, w.Knows("b"))
+					closedOnce(t, one["b"])
+				}
+				if when.undone {
+					w.Pop(third)
+					closedOnce(t, three["b"])
+				} else {
+					w.Pop(second)
+					closedOnce(t, one["b"])
+					require.Zero(t, three["b"].opened[0].closed.Load())
+				}
+				if !when.drops {
+					running.Release(scheduler.Served)
+				}
+				if when.undone {
+					time.Sleep(10 * time.Second) // of the bubble's clock
+					require.False(t, w.Knows("b"))
+				} else {
+					w.serves(t, "b")
+					loads := 1
+					if when.drops {
+						loads = 2
+					}
+					require.Equal(t, loads, w.servers["b"].count(&w.servers["b"].loads))
+					time.Sleep(10 * time.Second) // of the bubble's clock
+					require.Positive(t, three["b"].opened[0].used.Load())
+				}
+				w.serves(t, "a")
+				w.Close()
+				closedOnce(t, one["a"], one["b"], two["a"], three["a"], three["b"])
+			})
+		})
+	}
+}
+
+func TestCloseUndoesWhatIsPending(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB))
+		defer w.Close()
+		b, new := w.made(t, "new", nil, "a", "b")
+		require.NoError(t, w.Push(b))
+		w.Close()
+		require.True(t, isDone(b.Undone()))
+		closedOnce(t, new["a"], new["b"])
+		w.Pop(b)
+		require.Equal(t, w.servers["a"].count(&w.servers["a"].opened), w.servers["a"].count(&w.servers["a"].closed))
+	})
+}
+
+// Whatever comes after whatever: the ruling configuration has open drivers of
+// its own keys, and in the end each that was ever opened is closed exactly once.
+func TestConfigurationsInAnyOrder(t *testing.T) {
+	for seed := range uint64(40) {
+		synctest.Test(t, func(t *testing.T) {
+			rng := rand.New(rand.NewPCG(seed, 1))
+			w := newWorld(t, nil)
+			defer w.Close()
+			var all []*drivers
+			next := func() *Generation {
+				names := slices.DeleteFunc([]string{"a", "b", "c", "d"}, func(string) bool { return rng.IntN(3) == 0 })
+				g, ds := w.made(t, "", nil, names...)
+				for n, d := range ds {
+					g.Keys[n] = strconv.Itoa(rng.IntN(2))
+					all = append(all, d)
+				}
+				return g
+			}
+			started := []*Generation{w.gen}
+			var leases []Lease
+			for range 60 {
+				switch rng.IntN(8) {
+				case 0, 1, 2: // a reload
+					g := next()
+					require.NoError(t, w.Push(g))
+					for _, old := range started {
+						w.Pop(old)
+					}
+					started = []*Generation{g}
+				case 3: // one that fails
+					g := next()
+					require.NoError(t, w.Push(g))
+					time.Sleep(time.Duration(rng.IntN(3)) * time.Second) // of the bubble's clock
+					w.Pop(g)
+				case 4: // one that takes its time, or several
+					g := next()
+					require.NoError(t, w.Push(g))
+					started = append(started, g)
+				case 5: // stopped, in any order
+					if i := rng.IntN(len(started)); len(started) > 1 {
+						w.Pop(started[i])
+						started = slices.Delete(started, i, i+1)
+					}
+				case 6:
+					if names := w.Names(); len(names) > 0 {
+						l, err := w.Acquire(context.Background(), Request{Consumer: names[rng.IntN(len(names))], Budget: 20 * time.Second})
+						if err == nil {
+							leases = append(leases, l)
+						}
+					}
+				default:
+					for _, l := range leases {
+						l.Release(scheduler.Served)
+					}
+					leases = nil
+					time.Sleep(time.Duration(rng.IntN(5)) * time.Second) // of the bubble's clock
+				}
+				g := w.current.Load()
+				w.mu.Lock()
+				for _, cc := range g.Config.Consumers {
+					c := w.consumers[cc.Name]
+					require.Equal(t, g.Keys[cc.Name], c.key)
+					require.Zero(t, c.driver.(*driver).closed.Load(), "the driver of %s is closed", cc.Name)
+				}
+				w.mu.Unlock()
+			}
+			for _, l := range leases {
+				l.Release(scheduler.Served)
+			}
+			w.Close()
+			closedOnce(t, all...)
+		})
+	}
+}

@@ -1,0 +1,264 @@
+package broker
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// fakeStore holds the document, and counts.
+type fakeStore struct {
+	mu     sync.Mutex
+	doc    []byte
+	aside  [][]byte
+	loads  int
+	saves  []time.Time // tried
+	broken error
+}
+
+func (s *fakeStore) Load(context.Context) ([]byte, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.loads++
+	return s.doc, s.broken
+}
+
+func (s *fakeStore) Save(ctx context.Context, doc []byte) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.saves = append(s.saves, time.Now())
+	if _, bounded := ctx.Deadline(); !bounded || ctx.Err() != nil {
+		return errors.New("no time is left, or too much")
+	}
+	if s.broken == nil {
+		s.doc = bytes.Clone(doc)
+	}
+	return s.broken
+}
+
+func (s *fakeStore) SetAside(_ context.Context, doc []byte) (string, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.broken == nil {
+		s.aside, s.doc = append(s.aside, doc), nil
+	}
+	return "elsewhere", s.broken
+}
+
+func (s *fakeStore) set(broken error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.broken = broken
+}
+
+func (s *fakeStore) saved() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.saves)
+}
+
+// keeps is a world whose broker keeps what it learns in a store, and its log.
+func keeps(t testing.TB, store *fakeStore, consumers ...*config.Consumer) (*world, *observer.ObservedLogs) {
+	core, logs := observer.New(zapcore.WarnLevel)
+	w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+	w.gen = w.generation(t, nil, consumers...)
+	w.gen.Store, w.gen.Logger = store, zap.New(core)
+	require.NoError(t, w.Push(w.gen))
+	return w, logs
+}
+
+func TestWhatWasLearntIsSavedAtMostOnceAMinuteAndOnlyIfItChanged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		store := &fakeStore{}
+		w, logs := keeps(t, store, server("a", 4*gpu.GiB))
+		defer w.Close()
+		time.Sleep(10 * time.Minute) // of the bubble's clock
+		require.Zero(t, store.saved(), "nothing was learnt")
+		w.serves(t, "a")
+		time.Sleep(10 * time.Minute) // of the bubble's clock
+		require.Equal(t, 1, store.saved())
+		for range 300 {
+			w.serves(t, "a")
+			time.Sleep(2 * time.Second) // of the bubble's clock
+		}
+		require.InDelta(t, 11, store.saved(), 1)
+		for i, at := range store.saves[1:] {
+			require.GreaterOrEqual(t, at.Sub(store.saves[i]), saveEvery)
+		}
+		w.serves(t, "a")
+		n := store.saved()
+		w.Close()
+		require.Equal(t, n+1, store.saved(), "once more at the end")
+		require.Empty(t, logs.All())
+		require.Equal(t, 1, store.loads)
+
+		var doc map[string]any
+		require.NoError(t, json.Unmarshal(store.doc, &doc))
+		require.EqualValues(t, 1, doc["version"])
+		require.Contains(t, doc["consumers"], "a")
+	})
+}
+
+func TestWhatWasLearntIsThereFromTheStart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		store := &fakeStore{}
+		w, _ := keeps(t, store, server("a", 4*gpu.GiB), server("b", 14*gpu.GiB))
+		w.servers["a"].load = 1234567891 * time.Nanosecond // no number of any roundness survives a careless way to write it
+		w.serves(t, "a")
+		time.Sleep(3 * time.Second) // of the bubble's clock
+		w.serves(t, "b")
+		w.Close()
+		before := w.Status().Consumers["a"]
+		require.NotEmpty(t, before.LastUsed)
+		saved := string(store.doc)
+
+		w, logs := keeps(t, store, server("a", 4*gpu.GiB))
+		after := w.Status().Consumers["a"]
+		require.Equal(t, before.LastUsed, after.LastUsed)
+		require.Equal(t, before.Slots[0].SwitchCostS, after.Slots[0].SwitchCostS)
+		require.Equal(t, before.Slots[0].Measured, after.Slots[0].Measured)
+		time.Sleep(10 * time.Minute) // of the bubble's clock
+		w.Close()
+		require.Equal(t, saved, string(store.doc), "b is not there now, and not forgotten")
+		require.Len(t, store.saves, 1, "nothing has changed")
+		require.Empty(t, logs.All())
+	})
+}
+
+func TestADocumentIsReadAsItWasWritten(t *testing.T) {
+	in := map[string]scheduler.Learnt{}
+	for i := range 2000 {
+		d := time.Duration(i*i*i)*time.Microsecond + time.Duration(i*7919)
+		in["a"] = scheduler.Learnt{LoadCost: d, UnloadCost: 3*d + 1, LastUse: time.Unix(int64(i)*1e6, int64(i)*7919).UTC(), LastPriority: i, Footprints: []gpu.Bytes{gpu.Bytes(i), 1 << 40}}
+		doc, err := encodeLearnt(in)
+		require.NoError(t, err)
+		out, err := decodeLearnt(doc)
+		require.NoError(t, err)
+		require.Equal(t, in, out)
+	}
+}
+
+func TestADocumentThatCannotBeReadIsSetAside(t *testing.T) {
+	for name, doc := range map[string]string{
+		"damaged":                   `{"version":1,"consumers":{"a":{"load_sec`,
+		"empty":                     ``,
+		"of another kind":           `[1,2]`,
+		"of a newer version":        `{"version":2,"consumers":{}}`,
+		"of no version":             `{"consumers":{}}`,
+		"too large":                 `{"version":1,"consumers":{}}` + strings.Repeat(" ", learntMax),
+		"with something behind it":  `{"version":1,"consumers":{}} {}`,
+		"with a name that is none":  `{"version":1,"consumers":{"../a":{}}}`,
+		"with a negative time":      `{"version":1,"consumers":{"a":{"load_seconds":-1}}}`,
+		"with a time out of bounds": `{"version":1,"consumers":{"a":{"unload_seconds":1e300}}}`,
+		"with a negative size":      `{"version":1,"consumers":{"a":{"footprints":[-1]}}}`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				store := &fakeStore{doc: []byte(doc)}
+				w, logs := keeps(t, store, server("a", 4*gpu.GiB))
+				defer w.Close()
+				require.Equal(t, [][]byte{[]byte(doc)}, store.aside)
+				require.Len(t, logs.All(), 1)
+				require.Contains(t, logs.All()[0].Message, "set aside")
+				require.Equal(t, "elsewhere", logs.All()[0].ContextMap()["moved_to"])
+				require.Empty(t, w.Status().Consumers["a"].LastUsed)
+				w.serves(t, "a")
+				w.Close()
+				_, err := decodeLearnt(store.doc)
+				require.NoError(t, err)
+				require.Equal(t, 1, store.loads)
+			})
+		})
+	}
+}
+
+func TestTroubleWithTheStoreCostsNothingElse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		store := &fakeStore{broken: errors.New("the network is down")}
+		w, logs := keeps(t, store, server("a", 4*gpu.GiB))
+		defer w.Close()
+		require.Len(t, logs.TakeAll(), 1)
+		require.Empty(t, store.aside)
+		w.serves(t, "a")
+		time.Sleep(3*time.Minute + time.Second) // of the bubble's clock
+		require.Equal(t, 3, store.saved(), "it is tried again")
+		require.Len(t, logs.TakeAll(), 3)
+		w.serves(t, "a")
+		store.set(nil)
+		time.Sleep(time.Minute) // of the bubble's clock
+		require.NotEmpty(t, store.doc)
+		require.Empty(t, logs.All())
+	})
+}
+
+func TestADamagedDocumentThatCannotBeSetAsideIsSaid(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		store := &stubborn{fakeStore{doc: []byte("{")}}
+		core, logs := observer.New(zapcore.WarnLevel)
+		w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+		defer w.Close()
+		w.gen = w.generation(t, nil, server("a", 4*gpu.GiB))
+		w.gen.Store, w.gen.Logger = store, zap.New(core)
+		require.NoError(t, w.Push(w.gen))
+		require.Equal(t, "read only", logs.All()[0].ContextMap()["error"])
+		w.serves(t, "a")
+	})
+}
+
+// stubborn is a store that can be read, and no more.
+type stubborn struct{ fakeStore }
+
+func (*stubborn) SetAside(context.Context, []byte) (string, error) {
+	return "", errors.New("read only")
+}
+
+func TestWithoutAConfigurationTheStoreIsNotTouched(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := New()
+		time.Sleep(10 * time.Minute) // of the bubble's clock
+		b.Close()
+
+		store := &fakeStore{}
+		w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+		w.gen = w.generation(t, nil, server("a", 4*gpu.GiB))
+		w.gen.Store = store          // as for `caddy validate`
+		time.Sleep(10 * time.Minute) // of the bubble's clock
+		w.Close()
+		require.Zero(t, store.loads+len(store.saves))
+	})
+}
+
+func TestTheDocumentIsReadOnceAndTheRulingConfigurationsStoreIsWritten(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		first, second := &fakeStore{}, &fakeStore{}
+		w, _ := keeps(t, first, server("a", 4*gpu.GiB))
+		defer w.Close()
+		w.serves(t, "a")
+		next := w.generation(t, nil, server("a", 4*gpu.GiB))
+		next.Store = second
+		require.NoError(t, w.Push(next))
+		time.Sleep(time.Minute + time.Second) // of the bubble's clock
+		require.Len(t, first.saves, 1)
+		w.Pop(w.gen)
+		w.serves(t, "a")
+		time.Sleep(time.Minute) // of the bubble's clock
+		require.Len(t, first.saves, 1)
+		require.Len(t, second.saves, 1)
+		require.Zero(t, second.loads)
+	})
+}
