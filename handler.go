@@ -182,9 +182,8 @@ type job struct {
 
 	// Of the list of those that run.
 	next, prev *job
-	request    *http.Request
 	detached   *detached   // nil: it ends when its client leaves
-	abort      func()      // ends its context; nil: closing its connection does
+	abort      func()      // ends its context; nil: the end of its connection does
 	isCut      atomic.Bool // nothing more may be written
 }
 
@@ -370,7 +369,7 @@ func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler
 		ctx, j.detached = detach(r.Context(), time.Duration(j.handler.consumer.LoadTimeout))
 		defer j.detached.end()
 		inner, j.abort = r.WithContext(ctx), j.detached.cancel
-	case r.ProtoMajor > 2: // HTTP/3 has no connection that could be closed
+	case r.ProtoMajor > 2, j.handler.StreamBody: // HTTP/3 has no connection to end, and HTTP/1 looks for its end only past the body
 		ctx, cancel := context.WithCancel(r.Context())
 		defer cancel()
 		inner, j.abort = r.WithContext(ctx), cancel
@@ -381,7 +380,7 @@ func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler
 		inner = inner.WithContext(ctx)
 	}
 	running := &j.handler.pool.running
-	running.add(j, r)
+	running.add(j)
 	defer func() {
 		running.remove(j)
 		outcome := j.outcome(r, err, completed)

@@ -185,9 +185,13 @@ func (a *App) Cleanup() error {
 	if a.pool == nil {
 		return nil
 	}
-	a.pool.broker.Pop(a.generation)
+	p := a.pool
+	p.broker.Pop(a.generation)
 	a.pool = nil
-	_, err := pool.Delete(poolKey)
+	last, err := pool.Delete(poolKey)
+	if last {
+		p.stopWithProcess(time.Duration(*a.StopGrace), a.generation.Logger)
+	}
 	return err
 }
 

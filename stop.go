@@ -2,14 +2,12 @@ package gpubroker
 
 import (
 	"context"
-	"net"
 	"net/http"
 	"sync"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
 )
 
@@ -36,26 +34,71 @@ func (s stopping) Handle(_ context.Context, e caddy.Event) error {
 // stop refuses new and waiting requests, and lets running ones go on for so long.
 func (p *pooled) stop(grace time.Duration, log *zap.Logger) {
 	p.broker.StopAdmitting()
-	p.grace.start(grace, func() {
-		if n := p.running.cut(); n > 0 {
+	said := false
+	p.grace.start(grace, func() (more bool) {
+		n := p.running.cut()
+		if n > 0 && !said {
+			said = true
 			log.Warn("stop_grace is over: connections of running requests were closed", zap.Int("requests", n), zap.Duration("stop_grace", grace))
 		}
+		return n > 0
 	})
 }
 
-// graceTimer runs once what is to be done when the time of grace is over.
+// exitPoll is how often a broker that no configuration has any more looks whether the process ends.
+const exitPoll = 100 * time.Millisecond
+
+// stopWithProcess is for a broker that no configuration has any more, while it
+// goes on with what it has: of the end of the process nobody tells it.
+func (p *pooled) stopWithProcess(grace time.Duration, log *zap.Logger) {
+	retiring.mu.Lock()
+	retires, done := retiring.pooled == p, retiring.done
+	retiring.mu.Unlock()
+	if !retires {
+		return
+	}
+	go func() {
+		look := time.NewTicker(exitPoll)
+		defer look.Stop()
+		for {
+			select {
+			case <-done:
+				return
+			case <-look.C:
+				if caddy.Exiting() {
+					p.stop(grace, log)
+					return
+				}
+			}
+		}
+	}()
+}
+
+// cutAgain is how often those are cut anew that are not gone yet: the server
+// takes deadlines back when it begins to read or write.
+const cutAgain = 200 * time.Millisecond
+
+// graceTimer does what is to be done when the time of grace is over, again while there is more of it.
 type graceTimer struct {
 	mu      sync.Mutex
 	timer   *time.Timer
 	stopped bool
 }
 
-func (g *graceTimer) start(after time.Duration, do func()) {
+func (g *graceTimer) start(after time.Duration, do func() (more bool)) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.timer == nil && !g.stopped {
-		g.timer = time.AfterFunc(after, do)
+	if g.timer != nil || g.stopped {
+		return
 	}
+	g.timer = time.AfterFunc(after, func() {
+		more := do()
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		if more && !g.stopped {
+			g.timer.Reset(cutAgain)
+		}
+	})
 }
 
 func (g *graceTimer) stop() {
@@ -74,10 +117,9 @@ type runs struct {
 	first *job
 }
 
-func (l *runs) add(j *job, r *http.Request) {
+func (l *runs) add(j *job) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	j.request = r
 	if j.next = l.first; j.next != nil {
 		j.next.prev = j
 	}
@@ -96,13 +138,15 @@ func (l *runs) remove(j *job) {
 	if j.next != nil {
 		j.next.prev = j.prev
 	}
-	j.prev, j.next, j.request = nil, nil, nil
+	j.prev, j.next = nil, nil
 }
 
-// cut ends all that run: what they write fails, and the connection that they
-// came by is closed, which ends their contexts, but for those that have one of
-// their own. It says how many there were.
+// cut ends all that run, and says how many there were. Deadlines of the past end
+// what reads from the client and what writes to it, one that is blocked for a
+// slow client too. The server takes that for a client that left, which ends the
+// context of a request that does neither; those that have one of their own are ended by it.
 func (l *runs) cut() (n int) {
+	past := time.Unix(1, 0)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for j := l.first; j != nil; j = j.next {
@@ -111,11 +155,22 @@ func (l *runs) cut() (n int) {
 		if j.abort != nil {
 			j.abort()
 		}
-		if conn, ok := j.request.Context().Value(caddyhttp.ConnCtxKey).(net.Conn); ok {
-			_ = conn.Close()
-		}
+		client := http.NewResponseController(innermost(j.ResponseWriter))
+		_ = client.SetReadDeadline(past) // HTTP/1, where the server always reads; a failure means that the writer is no connection's
+		_ = client.SetWriteDeadline(past)
 	}
 	return n
+}
+
+// innermost is the server's own response writer, which takes deadlines from any goroutine. Those around it do not.
+func innermost(w http.ResponseWriter) http.ResponseWriter {
+	for {
+		around, ok := w.(interface{ Unwrap() http.ResponseWriter })
+		if !ok {
+			return w
+		}
+		w = around.Unwrap()
+	}
 }
 
 var _ caddyevents.Handler = stopping{}

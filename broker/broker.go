@@ -37,6 +37,7 @@ type Broker struct {
 	saving   sync.Mutex // guards what follows, and calls of the store
 	recalled bool
 	saved    []byte // the document as it is in the store
+	unsaved  bool   // there is one that could not be read nor moved: it is not written over
 
 	current atomic.Pointer[Generation]
 	posts   chan scheduler.Decision // to the one goroutine that logs and tells; bounded

@@ -33,6 +33,13 @@ func (g *fakeGPU) move(by gpu.Bytes) {
 	g.used += by
 }
 
+// looked is how often anybody looked at it.
+func (g *fakeGPU) looked() int {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.looks
+}
+
 func (g *fakeGPU) Open(context.Context, *zap.Logger) (gpu.Sampler, error) { return g, nil }
 func (g *fakeGPU) Name() string                                           { return "fake" }
 func (g *fakeGPU) Why() string                                            { return "a test" }

@@ -146,6 +146,8 @@ func (b *Broker) Retire(ctx context.Context) {
 		select {
 		case <-ended:
 		case <-changed:
+		case <-b.ctx.Done():
+			return
 		case <-ctx.Done():
 			return
 		}

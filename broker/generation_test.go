@@ -110,7 +110,7 @@ func TestAPendingConfigurationHasNoEffect(t *testing.T) {
 		require.NoError(t, err)
 
 		elsewhere := &fakeGPU{total: 1 * gpu.GiB}
-		b, new := w.made(t, "new", func(b *config.Broker) { b.Scheduler, b.MaxQueue = config.Passthrough, 1 }, "a", "c")
+		b, fresh := w.made(t, "new", func(b *config.Broker) { b.Scheduler, b.MaxQueue = config.Passthrough, 1 }, "a", "c")
 		b.Sampler, b.SamplerKey = elsewhere, "elsewhere"
 		time.Sleep(10 * time.Second) // of the bubble's clock
 		before := w.Status()
@@ -120,11 +120,11 @@ func TestAPendingConfigurationHasNoEffect(t *testing.T) {
 		require.False(t, w.Knows("c"))
 		require.False(t, isDone(b.Ruled()))
 		require.False(t, isDone(b.Undone()))
-		require.Zero(t, elsewhere.looks)
+		require.Zero(t, elsewhere.looked())
 		for _, n := range []string{"a", "c"} {
-			require.Len(t, new[n].opened, 1, "opening starts nothing, and its faults are told in time")
-			require.Zero(t, new[n].opened[0].used.Load())
-			require.Zero(t, new[n].opened[0].closed.Load())
+			require.Len(t, fresh[n].opened, 1, "opening starts nothing, and its faults are told in time")
+			require.Zero(t, fresh[n].opened[0].used.Load())
+			require.Zero(t, fresh[n].opened[0].closed.Load())
 			if old[n] != nil {
 				require.Zero(t, old[n].opened[0].closed.Load())
 			}
@@ -142,12 +142,12 @@ func TestAPendingConfigurationHasNoEffect(t *testing.T) {
 		closedOnce(t, old["a"])
 		w.serves(t, "c")
 		time.Sleep(10 * time.Second) // of the bubble's clock
-		require.Positive(t, new["c"].opened[0].used.Load())
-		require.Positive(t, elsewhere.looks)
-		require.Positive(t, new["a"].opened[0].used.Load())
+		require.Positive(t, fresh["c"].opened[0].used.Load())
+		require.Positive(t, elsewhere.looked())
+		require.Positive(t, fresh["a"].opened[0].used.Load())
 		running.Release(scheduler.Served)
 		w.Close()
-		closedOnce(t, old["a"], old["b"], new["a"], new["c"])
+		closedOnce(t, old["a"], old["b"], fresh["a"], fresh["c"])
 	})
 }
 
@@ -161,22 +161,22 @@ func TestAConfigurationThatIsUndoneLeavesNothing(t *testing.T) {
 		w.serves(t, "a")
 		var all []*drivers
 		for range 2 { // two that fail, one after the other
-			b, new := w.made(t, "new", nil, "a", "c")
+			b, fresh := w.made(t, "new", nil, "a", "c")
 			require.NoError(t, w.Push(b))
 			time.Sleep(time.Minute) // of the bubble's clock
 			w.Pop(b)
 			w.Pop(b) // Caddy stops it, and cleans up
 			require.True(t, isDone(b.Undone()))
 			require.False(t, isDone(b.Ruled()))
-			closedOnce(t, new["a"], new["c"])
-			require.Zero(t, new["a"].opened[0].used.Load())
+			closedOnce(t, fresh["a"], fresh["c"])
+			require.Zero(t, fresh["a"].opened[0].used.Load())
 			require.Zero(t, old["a"].opened[0].closed.Load())
-			all = append(all, new["a"], new["c"])
+			all = append(all, fresh["a"], fresh["c"])
 			w.serves(t, "a")
 		}
 		never, _ := w.made(t, "never", nil, "d")
 		w.Pop(never) // failed before its start
-		good, new := w.made(t, "new", nil, "a", "c")
+		good, fresh := w.made(t, "new", nil, "a", "c")
 		require.NoError(t, w.Push(good))
 		w.Pop(a)
 		require.True(t, isDone(good.Ruled()))
@@ -184,7 +184,7 @@ func TestAConfigurationThatIsUndoneLeavesNothing(t *testing.T) {
 		w.serves(t, "c")
 		require.Equal(t, 1, w.servers["a"].count(&w.servers["a"].loads), "it stayed loaded all the while")
 		w.Close()
-		closedOnce(t, append(all, old["a"], new["a"], new["c"])...)
+		closedOnce(t, append(all, old["a"], fresh["a"], fresh["c"])...)
 	})
 }
 
@@ -192,10 +192,10 @@ func TestAConfigurationWhoseServerCannotBeOpenedIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, nil, server("a", 4*gpu.GiB))
 		defer w.Close()
-		b, new := w.made(t, "new", nil, "b", "c", "d")
-		new["c"].fail = errors.New("a socket that is none")
+		b, fresh := w.made(t, "new", nil, "b", "c", "d")
+		fresh["c"].fail = errors.New("a socket that is none")
 		require.ErrorContains(t, w.Push(b), `consumer "c": a socket that is none`)
-		closedOnce(t, new["b"])
+		closedOnce(t, fresh["b"])
 		w.Pop(b)
 		require.Equal(t, []string{"a"}, w.Names())
 		w.serves(t, "a")
@@ -289,11 +289,11 @@ func TestCloseUndoesWhatIsPending(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t, nil, server("a", 4*gpu.GiB))
 		defer w.Close()
-		b, new := w.made(t, "new", nil, "a", "b")
+		b, fresh := w.made(t, "new", nil, "a", "b")
 		require.NoError(t, w.Push(b))
 		w.Close()
 		require.True(t, isDone(b.Undone()))
-		closedOnce(t, new["a"], new["b"])
+		closedOnce(t, fresh["a"], fresh["b"])
 		w.Pop(b)
 		require.Equal(t, w.servers["a"].count(&w.servers["a"].opened), w.servers["a"].count(&w.servers["a"].closed))
 	})

@@ -111,7 +111,8 @@ func (b *Broker) recall(g *Generation) (learnt map[string]scheduler.Learnt, firs
 	defer cancel()
 	data, err := g.Store.Load(ctx)
 	if err != nil {
-		g.Logger.Warn("what was learnt before can't be read: beginning anew", zap.Error(err))
+		b.unsaved = true
+		g.Logger.Warn("what was learnt before can't be read: beginning anew, and saving nothing before the next start", zap.Error(err))
 		return nil, false
 	}
 	if data == nil {
@@ -119,6 +120,7 @@ func (b *Broker) recall(g *Generation) (learnt map[string]scheduler.Learnt, firs
 	}
 	if learnt, err = decodeLearnt(data); err != nil {
 		where, asideErr := g.Store.SetAside(ctx, data)
+		b.unsaved = asideErr != nil
 		g.Logger.Warn("what was learnt before is damaged: it is set aside, beginning anew", zap.String("moved_to", where), zap.NamedError("damage", err), zap.Error(asideErr))
 		return nil, false
 	}
@@ -151,7 +153,7 @@ func (b *Broker) save() {
 	b.saving.Lock()
 	defer b.saving.Unlock()
 	doc, err := encodeLearnt(learnt)
-	if err != nil || bytes.Equal(doc, b.saved) || len(learnt) == 0 && b.saved == nil {
+	if err != nil || b.unsaved || bytes.Equal(doc, b.saved) || len(learnt) == 0 && b.saved == nil {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(b.ctx), storeTimeout) // the last one is at the end

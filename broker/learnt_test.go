@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -66,10 +67,16 @@ func (s *fakeStore) set(broken error) {
 	s.broken = broken
 }
 
-func (s *fakeStore) saved() int {
+// now is what became of it until now.
+func (s *fakeStore) now() (doc []byte, saves []time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return len(s.saves)
+	return s.doc, slices.Clone(s.saves)
+}
+
+func (s *fakeStore) saved() int {
+	_, saves := s.now()
+	return len(saves)
 }
 
 // keeps is a world whose broker keeps what it learns in a store, and its log.
@@ -97,8 +104,9 @@ func TestWhatWasLearntIsSavedAtMostOnceAMinuteAndOnlyIfItChanged(t *testing.T) {
 			time.Sleep(2 * time.Second) // of the bubble's clock
 		}
 		require.InDelta(t, 11, store.saved(), 1)
-		for i, at := range store.saves[1:] {
-			require.GreaterOrEqual(t, at.Sub(store.saves[i]), saveEvery)
+		_, saves := store.now()
+		for i, at := range saves[1:] {
+			require.GreaterOrEqual(t, at.Sub(saves[i]), saveEvery)
 		}
 		w.serves(t, "a")
 		n := store.saved()
@@ -189,11 +197,11 @@ func TestADocumentThatCannotBeReadIsSetAside(t *testing.T) {
 
 func TestTroubleWithTheStoreCostsNothingElse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		store := &fakeStore{broken: errors.New("the network is down")}
+		store := &fakeStore{}
 		w, logs := keeps(t, store, server("a", 4*gpu.GiB))
 		defer w.Close()
-		require.Len(t, logs.TakeAll(), 1)
-		require.Empty(t, store.aside)
+		require.Empty(t, logs.TakeAll())
+		store.set(errors.New("the network is down"))
 		w.serves(t, "a")
 		time.Sleep(3*time.Minute + time.Second) // of the bubble's clock
 		require.Equal(t, 3, store.saved(), "it is tried again")
@@ -201,8 +209,25 @@ func TestTroubleWithTheStoreCostsNothingElse(t *testing.T) {
 		w.serves(t, "a")
 		store.set(nil)
 		time.Sleep(time.Minute) // of the bubble's clock
-		require.NotEmpty(t, store.doc)
+		doc, _ := store.now()
+		require.NotEmpty(t, doc)
 		require.Empty(t, logs.All())
+	})
+}
+
+func TestADocumentThatCannotBeReadIsNotWrittenOver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		store := &fakeStore{doc: []byte("good"), broken: errors.New("the network is down")}
+		w, logs := keeps(t, store, server("a", 4*gpu.GiB))
+		require.Len(t, logs.TakeAll(), 1)
+		require.Empty(t, store.aside)
+		store.set(nil)
+		w.serves(t, "a")
+		time.Sleep(3 * time.Minute) // of the bubble's clock
+		w.Close()
+		doc, saves := store.now()
+		require.Equal(t, "good", string(doc))
+		require.Empty(t, saves)
 	})
 }
 
@@ -217,6 +242,8 @@ func TestADamagedDocumentThatCannotBeSetAsideIsSaid(t *testing.T) {
 		require.NoError(t, w.Push(w.gen))
 		require.Equal(t, "read only", logs.All()[0].ContextMap()["error"])
 		w.serves(t, "a")
+		w.Close()
+		require.Equal(t, "{", string(store.doc), "it is not written over")
 	})
 }
 
@@ -253,12 +280,12 @@ func TestTheDocumentIsReadOnceAndTheRulingConfigurationsStoreIsWritten(t *testin
 		next.Store = second
 		require.NoError(t, w.Push(next))
 		time.Sleep(time.Minute + time.Second) // of the bubble's clock
-		require.Len(t, first.saves, 1)
+		require.Equal(t, 1, first.saved())
 		w.Pop(w.gen)
 		w.serves(t, "a")
 		time.Sleep(time.Minute) // of the bubble's clock
-		require.Len(t, first.saves, 1)
-		require.Len(t, second.saves, 1)
+		require.Equal(t, 1, first.saved())
+		require.Equal(t, 1, second.saved())
 		require.Zero(t, second.loads)
 	})
 }

@@ -293,7 +293,8 @@ func (s *State) stopped(now time.Time, v *slot) {
 	v.unloadBad = 0
 	d := Decision{At: now, Kind: "unloaded", Slot: v.cfg.Name, Target: name(t), GPU: v.gpu(), Took: now.Sub(v.stop.began).Seconds(),
 		Reason: fmt.Sprintf("gave back %s of %s", gave, base)}
-	if t != nil {
+	switch {
+	case t != nil:
 		d.Kind = "evicted"
 		s.counts.Evictions++
 		t.want.extra = false
@@ -303,10 +304,10 @@ func (s *State) stopped(now time.Time, v *slot) {
 		if 2*kept > base {
 			t.want.tries = append(t.want.tries, fmt.Sprintf("%s: gave back %s of %s", v.cfg.Name, gave, base))
 		}
-	} else if v.stop.idle {
+	case v.stop.idle:
 		d.Kind = "idle_unloaded"
 		s.counts.IdleUnloads++
-	} else {
+	default:
 		s.counts.ManualUnloads++
 	}
 	v.took.add(footprint)
@@ -350,6 +351,7 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 		t.loadCost.add(took)
 		t.loadBad, t.want.oom, t.want.extra = 0, 0, false
 		t.health, t.timeouts = healthGood, 0
+		s.doubt(now, t)
 		s.to(now, t, Ready)
 		s.decide(Decision{At: now, Kind: "loaded", Slot: t.cfg.Name, GPU: t.gpu(), Took: took.Seconds(), Reason: fmt.Sprintf("ready after %s", took.Round(time.Millisecond))})
 		s.pump(now)
@@ -358,9 +360,9 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 	s.cards(t, func(c *card, h *holding) {
 		h.residue, h.baseOut = s.leftBehind(c, t)
 		h.base, h.baseFree = h.residue, h.loadFree-h.residue
-		c.doubt = now
 		h.booking, h.drop, h.hasMeas = 0, 0, false
 	})
+	s.doubt(now, t)
 	s.to(now, t, Idle)
 	s.counts.LoadFailures++
 	s.decide(Decision{At: now, Kind: "load_failed", Slot: t.cfg.Name, GPU: t.gpu(), Took: took.Seconds(), Reason: e.Err})
@@ -371,6 +373,12 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 		s.loadFailed(now, t, e.Err)
 	}
 	s.pump(now)
+}
+
+// doubt notes that a load has ended, well or not: what free memory was before
+// another's load can only be told from a look that is newer.
+func (s *State) doubt(now time.Time, sl *slot) {
+	s.cards(sl, func(c *card, _ *holding) { c.doubt = now })
 }
 
 // loadFailed sends those away who waited for a load, and lets the slot cool down.

@@ -243,6 +243,7 @@ func (s *State) ended(n int) {
 // warm ends the transition that the first job of a lazy slot is.
 func (s *State) warm(now time.Time, sl *slot) {
 	sl.first, sl.warming = 0, false
+	s.doubt(now, sl)
 	sl.since = now // what a probe saw before is of no use: the server was still loading
 }
 

@@ -28,14 +28,14 @@ func (s *State) Learnt() map[string]Learnt {
 		out = map[string]Learnt{}
 	}
 	for _, sl := range s.slots {
-		if l, any := sl.learnt(); any {
+		if l, known := sl.learnt(); known {
 			out[sl.cfg.Name] = l
 		}
 	}
 	return out
 }
 
-func (sl *slot) learnt() (l Learnt, any bool) {
+func (sl *slot) learnt() (l Learnt, known bool) {
 	l = Learnt{LoadCost: sl.loadCost.value, UnloadCost: sl.stopCost.value, LastUse: sl.lastUse, LastPriority: sl.lastPrio, Footprints: slices.Clone(sl.took.latest)}
 	return l, l.LoadCost > 0 || l.UnloadCost > 0 || !l.LastUse.IsZero() || len(l.Footprints) > 0
 }
@@ -67,8 +67,8 @@ func (s *State) recall(now time.Time, sl *slot) {
 
 // remember keeps what is known of a slot that goes.
 func (s *State) remember(sl *slot) {
-	l, any := sl.learnt()
-	if !any {
+	l, known := sl.learnt()
+	if !known {
 		return
 	}
 	if s.past == nil {

@@ -109,6 +109,7 @@ func TestAFailedLoadCoolsDownLongerEachTime(t *testing.T) {
 	f.requireRunning(h)
 	f.release(h)
 	f.probe("a", No)
+	f.sample()
 	h = f.submit("a")
 	f.loadFails("a", "exit status 1")
 	require.Equal(t, time.Second, f.requireRefused(h, LoadFailed).RetryAfter, "a good load makes up for it")

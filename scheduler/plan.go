@@ -262,7 +262,7 @@ func (s *State) begin(now time.Time, t *slot) bool {
 	}
 	for _, h := range t.on {
 		if c := s.card(h.card); c.doubtful() && !s.due(now, c.doubt.Add(blindWait)) {
-			t.why = "waits for a look at the memory, after a load that failed"
+			t.why = "waits for a look at the memory, after a load that has just ended"
 			return false
 		}
 	}
@@ -460,6 +460,9 @@ func (s *State) wait(now time.Time, t *slot) (progress bool) {
 	}
 	if !s.due(now, t.want.blocked.Add(s.cfg.OutsiderWait)) {
 		return false
+	}
+	if plan := s.choose(t, func(v *slot) bool { return s.candidate(t, v) }); plan != nil { // no turn of theirs has come, but would have
+		s.wouldEvict(now, t, plan)
 	}
 	s.exhausted(now, t, why)
 	return true

@@ -362,7 +362,10 @@ func TestColdTargetsAreServedByPriorityThenAge(t *testing.T) {
 	f.submitJob(Submit{Slot: "c", Priority: 1})
 	for _, name := range []string{"x", "c", "b", "a"} {
 		require.Equal(t, name, f.loads[len(f.loads)-1])
+		f.advance(time.Millisecond)
 		f.loaded(name)
+		require.Equal(t, name, f.loads[len(f.loads)-1], "the next waits for a look that is newer than this load")
+		f.sample()
 	}
 }
 

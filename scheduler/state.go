@@ -55,7 +55,7 @@ type Counts struct {
 type card struct {
 	Device
 	seenAt time.Time // when the sample was taken that told Free
-	doubt  time.Time // a load failed: what it took, and may give back later, no sample from before has seen
+	doubt  time.Time // a load ended: what it took, and may give back later, no sample from before has seen
 
 	reserved *slot // within one planning: an overdue target that no other may be served before
 }

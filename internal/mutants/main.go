@@ -155,6 +155,8 @@ func test(root, overlay, pkg string, which ...string) (string, error) {
 		return fmt.Sprintf("%s and %d more", found[0][1], len(found)-1), nil
 	case strings.Contains(out, "panic: test timed out"):
 		return "a test that did not end", nil
+	case strings.Contains(out, "\npanic: "), strings.HasPrefix(out, "panic: "), strings.Contains(out, "fatal error: "):
+		return "a test that panicked", nil
 	default:
 		return "", fmt.Errorf("the tests could not be run: %w\n%s", err, out)
 	}

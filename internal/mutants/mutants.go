@@ -112,8 +112,8 @@ var mutants = []mutant{
 	{
 		name: "a load does not wait for a look at what a failed one left",
 		file: "handover.go",
-		old:  "\t\tc.doubt = now\n",
-		new:  "",
+		old:  "{ c.doubt = now }",
+		new:  "{ _ = c }",
 	},
 	{
 		name: "an idle unload ignores that a job waits",
@@ -140,10 +140,10 @@ var mutants = []mutant{
 		new:  "return s.idles(sl)",
 	},
 	{
-		name: "a failed idle unload is tried again at once",
-		file: "idle.go",
-		old:  "if !s.due(now, sl.retryAt) || !s.mayMove(sl) {",
-		new:  "if !s.mayMove(sl) {",
+		name: "a failed unload is tried again each second",
+		file: "handover.go",
+		old:  "v.retryAt = now.Add(backoff(v.unloadBad))",
+		new:  "v.retryAt = now.Add(time.Second)",
 	},
 	{
 		name: "an idle slot's gate closes while another loads",

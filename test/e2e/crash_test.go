@@ -329,10 +329,14 @@ func TestServerThatKeepsDyingInItsLoadIsTriedLessAndLess(t *testing.T) {
 	p.comesBack()
 }
 
-// stop halts the process as a hung one is: it listens, and never answers. The returned function lets it go on.
+// hang halts the process: it listens, and never answers. The returned function lets it go on.
 func (p *process) hang() (wake func()) {
 	p.s.t.Helper()
 	require.NoError(p.s.t, p.cmd.Process.Signal(syscall.SIGSTOP))
+	var state syscall.WaitStatus
+	_, err := syscall.Wait4(p.cmd.Process.Pid, &state, syscall.WUNTRACED, nil) // the signal takes a moment
+	require.NoError(p.s.t, err)
+	require.True(p.s.t, state.Stopped())
 	return func() { _ = p.cmd.Process.Signal(syscall.SIGCONT) }
 }
 

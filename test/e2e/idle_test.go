@@ -167,11 +167,13 @@ func TestIdleUnloadTakesThoseThatMayGoAndNoOthers(t *testing.T) {
 		l.Consumers = append(l.Consumers, plainModel(name, 2, "lock none", lines))
 	}
 	s := start(t, l)
-	for name := range names {
-		s.serve(name)
-	}
 	release := s.hold("held") // it works all the time
-	for i := range 3 {        // three times over, so that those that stay have had the time for it
+	for name := range names {
+		if name != "held" {
+			s.serve(name)
+		}
+	}
+	for i := range 3 { // three times over, so that those that stay have had the time for it
 		sent := time.Now()
 		for _, name := range []string{"global", "short", "own"} {
 			s.serve(name)
@@ -222,6 +224,7 @@ func TestWaitingJobKeepsItsModelFromIdleUnload(t *testing.T) {
 	release = s.hold("b")
 	waits := s.send("POST", "/a/synthesize", "x")
 	s.waitQueued("a", 1)
+	s.waitState("a", "READY") // it may have gone just before
 	loads := s.servers["a"].Stats().Loads
 	s.throughout(time.Second, "a is not unloaded under one that waits", func() bool { return s.state("a") == "READY" })
 	require.Equal(t, 200, release().status)
@@ -245,7 +248,7 @@ func TestJobThatComesAtTheInstantOfAnIdleUnloadIsServedAndNeverUnloadedUnder(t *
 	for name, srv := range s.servers {
 		clients.Go(func() {
 			client := s.newClient()
-			wait := timeout // homes in on the instant: a little longer after it was still there, a little less after it was not
+			wait, step, last := timeout, 16*time.Millisecond, false // homes in on the instant: longer after it was still there, shorter after it was not
 			for i := range rounds {
 				body := fmt.Sprintf("round %d", i)
 				loads := srv.Stats().Loads
@@ -253,14 +256,19 @@ func TestJobThatComesAtTheInstantOfAnIdleUnloadIsServedAndNeverUnloadedUnder(t *
 				if a.err != nil || a.status != 200 || string(a.body) != body {
 					t.Errorf("%s: %d %v %s", name, a.status, a.err, a.body)
 				}
-				switch loaded := srv.Stats().Loads > loads; {
-				case i == 0:
+				loaded := srv.Stats().Loads > loads
+				if i > 1 && loaded != last {
+					step = max(4*time.Millisecond, step/2)
+				}
+				last = loaded
+				switch {
+				case i == 0: // nothing was there
 				case loaded:
 					cold.Add(1)
-					wait -= 2 * time.Millisecond
+					wait -= step
 				default:
 					warm.Add(1)
-					wait += 2 * time.Millisecond
+					wait += step
 				}
 				<-time.After(max(0, wait)) // the instant is what this is about
 			}
@@ -268,8 +276,8 @@ func TestJobThatComesAtTheInstantOfAnIdleUnloadIsServedAndNeverUnloadedUnder(t *
 	}
 	clients.Wait()
 	t.Logf("%d came before the unload, %d after it", warm.Load(), cold.Load())
-	require.Greater(t, warm.Load(), int64(rounds*servers/10), "the instant was hit from before")
-	require.Greater(t, cold.Load(), int64(rounds*servers/10), "the instant was hit from behind")
+	require.Greater(t, warm.Load(), int64(rounds*servers/20), "the instant was hit from before")
+	require.Greater(t, cold.Load(), int64(rounds*servers/20), "the instant was hit from behind")
 	for name, srv := range s.servers {
 		s.waitState(name, "IDLE")
 		st := srv.Stats()
@@ -499,8 +507,7 @@ func TestEvictionThatIsObservedSaysSoAndUnloadsNothing(t *testing.T) {
 		require.Equal(t, 503, got.status)
 		doc := s.refusal(got)
 		require.Equal(t, "vram_exhausted", doc.Code)
-		require.Contains(t, doc.Message, "a")
-		require.Contains(t, doc.Message, "observe")
+		require.Regexp(t, `\ba\b.*eviction observe`, doc.Message)
 		require.Contains(t, doc.protected("a"), "observe")
 		would := s.decisions("would_evict")
 		require.Len(t, would, n+1, "once for each that waited")

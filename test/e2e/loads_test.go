@@ -136,7 +136,7 @@ func TestWorkOfAClientThatLeftDuringALazyLoadEndsOnceTheServerSaysThatItIsLoaded
 	m := slowLoad("m", 9, load)
 	m.Lazy = true
 	m.Lines = "lifecycle_by_hand\nhealth /health {\nloaded $.loaded\nresident_mib $.gpu_resident_mib\n}\nunload POST /api/admin/unload"
-	s := start(t, layout{Consumers: []consumer{m, plainModel("other", 2)}})
+	s := start(t, layout{Global: "stop_grace 1s", Consumers: []consumer{m, plainModel("other", 2)}})
 	s.gaveUp(s.impatient(load*3/4, "/m/synthesize?ms=60000", "x"))
 	require.NoError(t, s.servers["m"].WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Loaded }))
 	loaded := time.Now()

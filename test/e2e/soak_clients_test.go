@@ -30,7 +30,8 @@ type soaker struct {
 	http *http.Client
 	rng  *rand.Rand
 
-	refused bool // the last answer was a refusal
+	refused bool   // the last answer was a refusal
+	last    answer // the last answer
 
 	mu    sync.Mutex
 	conns map[string]time.Time // when each of its connections was used first
@@ -50,6 +51,7 @@ type asked struct {
 	got         answer
 	major       int // of HTTP
 	conn        string
+	connSince   time.Time // when its connection was used first
 }
 
 // kindsOfClient says how many of each kind there are, how long one pauses
@@ -136,7 +138,7 @@ func (c *soaker) send(ctx context.Context, a *asked) *asked {
 		req.ContentLength = a.size
 	}
 	req.Header.Set("X-Tag", a.id)
-	req = req.WithContext(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(info httptrace.GotConnInfo) { a.conn = c.connection(info) }}))
+	req = req.WithContext(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(info httptrace.GotConnInfo) { a.conn, a.connSince = c.connection(info) }}))
 	a.began = time.Now()
 	a.sent = a.began
 	a.major = 1
@@ -149,6 +151,7 @@ func (c *soaker) send(ctx context.Context, a *asked) *asked {
 	}
 	if err != nil {
 		a.got = answer{err: err, at: time.Now(), took: time.Since(a.began)}
+		c.last = a.got
 		return a
 	}
 	defer resp.Body.Close()
@@ -159,21 +162,23 @@ func (c *soaker) send(ctx context.Context, a *asked) *asked {
 	data, err := read(resp.Body)
 	c.refused = resp.StatusCode >= 500
 	a.got = answer{status: resp.StatusCode, header: resp.Header, body: data, err: err, at: time.Now(), took: time.Since(a.began)}
+	c.last = a.got
 	return a
 }
 
-// connection tells which connection a request got, for people.
-func (c *soaker) connection(info httptrace.GotConnInfo) string {
+// connection tells which connection a request got, for people, and since when it is used.
+func (c *soaker) connection(info httptrace.GotConnInfo) (string, time.Time) {
 	local := info.Conn.LocalAddr().String()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.conns == nil || len(c.conns) > 100 {
 		c.conns = map[string]time.Time{}
 	}
-	if _, ok := c.conns[local]; !ok {
+	if !info.Reused || c.conns[local].IsZero() {
 		c.conns[local] = time.Now()
 	}
-	return fmt.Sprintf("connection %s, first used %s ago, idle for %s", local, time.Since(c.conns[local]).Round(time.Millisecond), info.IdleTime.Round(time.Millisecond))
+	since := c.conns[local]
+	return fmt.Sprintf("connection %s, first used %s ago, idle for %s", local, time.Since(since).Round(time.Millisecond), info.IdleTime.Round(time.Millisecond)), since
 }
 
 func (c *soaker) pick(from []string) string { return from[c.rng.IntN(len(from))] }
@@ -416,7 +421,7 @@ func (c *soaker) image(context.Context) {
 }
 
 func (c *soaker) lostWork(a *asked, how string) {
-	if c.k.disturbed("image", a.began, time.Now()) || c.k.hard.Err() != nil {
+	if c.k.disturbed("image", a.began, time.Now()) || c.k.scarce(a.began, time.Now()) || c.k.hard.Err() != nil {
 		c.k.rec.count("image work", "lost with its server")
 		return
 	}

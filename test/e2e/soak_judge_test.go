@@ -67,7 +67,7 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 		return k.refusal(a, doc)
 	}
 	if got.status == 404 && (string(got.body) == noRoute || a.method == "HEAD") {
-		if k.spells.between(a.began, got.at, oldConnections, spellGone, a.consumer) {
+		if k.maybeGone(a) {
 			return notThere
 		}
 		return k.wrong(a, "no route; it was configured for %s", k.spells.since(spellGone, got.at))
@@ -76,7 +76,7 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 	switch {
 	case by != "" && by != a.consumer:
 		return k.wrong(a, "the answer is %s's", by)
-	case got.status >= 400 && (disturbed || k.scarce(a.consumer, a.began, got.at)) && (by != "" || a.cheap):
+	case got.status >= 400 && (disturbed || k.scarce(a.began, got.at)) && (by != "" || a.cheap):
 		return ownError
 	case got.status >= 400 || got.status < 200 || by == "":
 		return k.wrong(a, "status %d from %q: %.200q", got.status, by, got.body)
@@ -129,12 +129,12 @@ func (k *soak) explained(a *asked, code string) bool {
 		return true
 	case "unhealthy": // a ComfyUI that has lost its GPU is
 		return lay(2*time.Second, spellServer, a.consumer) || lay(5*time.Second, spellGPU, "")
-	case "unknown_model": // by an old connection's handler
-		return lay(oldConnections, spellGone, a.consumer)
+	case "unknown_model": // by the handler of an old configuration
+		return k.maybeGone(a)
 	case "server_died":
 		return lay(2*time.Second, spellServer, a.consumer)
 	case "not_running":
-		return lay(2*time.Second, spellReload, "") || lay(2*time.Second, spellGone, a.consumer)
+		return lay(2*time.Second, spellReload, "") || k.maybeGone(a)
 	case "draining":
 		return lay(time.Second, spellDrain, a.consumer)
 	case "gpu_lost":
@@ -147,13 +147,24 @@ func (k *soak) explained(a *asked, code string) bool {
 	return false
 }
 
+// maybeGone says whether the configuration that answered may be one that lacks
+// the consumer. An HTTP/2 connection whose handshake ends while its server is
+// already shutting down is never told to go away, by net/http, and stays with its configuration for its whole life.
+func (k *soak) maybeGone(a *asked) bool {
+	from := a.began
+	if a.connSince.Before(from) && !a.connSince.IsZero() {
+		from = a.connSince
+	}
+	return k.spells.between(from, a.got.at, oldConnections, spellGone, a.consumer)
+}
+
 // disturbed says whether a consumer's server was made to fail in a time.
 func (k *soak) disturbed(consumer string, from, to time.Time) bool {
 	return k.spells.between(from, to, consequences, spellServer, consumer)
 }
 
-// scarce says whether a server may have run out of memory in a time through no fault of the broker's.
-func (k *soak) scarce(consumer string, from, to time.Time) bool {
+// scarce says whether servers may have run out of memory in a time through no fault of the broker's.
+func (k *soak) scarce(from, to time.Time) bool {
 	for _, kind := range []string{spellMemory, spellTelemetry, spellGPU} {
 		if k.spells.between(from, to, consequences, kind, "") {
 			return true
@@ -173,7 +184,7 @@ func (k *soak) wrong(a *asked, format string, args ...any) string {
 // connection in the moment in which it is used again.
 func closedIdle(err error) bool {
 	text := err.Error()
-	for _, sign := range []string{"EOF", "connection reset", "broken pipe", "server closed idle connection", "GOAWAY", "connection refused", "client connection lost", "REFUSED_STREAM", "use of closed network connection"} {
+	for _, sign := range []string{"EOF", "connection reset", "broken pipe", "server closed idle connection", "GOAWAY", "connection refused", "client connection lost", "REFUSED_STREAM", "cannot rewind body", "cannot retry err", "use of closed network connection"} {
 		if strings.Contains(text, sign) {
 			return true
 		}
@@ -204,7 +215,7 @@ func (k *soak) lookAtServers() {
 		}
 		if n := now.OOMs - was.OOMs; n > 0 {
 			k.rec.count("server", "out of memory")
-			if !k.scarce(name, at.Add(-3*time.Second), at) && !k.spells.between(at.Add(-5*time.Second), at, consequences, spellServer, "") {
+			if !k.scarce(at.Add(-3*time.Second), at) && !k.spells.between(at.Add(-5*time.Second), at, consequences, spellServer, "") {
 				k.rec.violation("%s ran out of memory; going on: %s", name, k.spells.around(at.Add(-3*time.Second), at))
 			}
 		}

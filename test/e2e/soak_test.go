@@ -207,7 +207,6 @@ func (k *soak) freshRequests() {
 	for i, name := range soakNames {
 		c := k.newSoaker("fresh", i)
 		began := time.Now()
-		before := k.rec.number("outcome", served)
 		switch name {
 		case "llm":
 			c.chat(k.hard)
@@ -219,9 +218,9 @@ func (k *soak) freshRequests() {
 			k.judge(a, exactly(modelserver.ProofBytes(name, a.id, nil, 0)))
 		}
 		c.http.CloseIdleConnections()
-		took := time.Since(began)
-		if k.rec.number("outcome", served) == before {
-			k.rec.violation("after the storm %s does not serve:\n%s", name, k.glance())
+		took, got := time.Since(began), c.last
+		if got.err != nil || got.status != 200 {
+			k.rec.violation("after the storm %s does not serve: %d %s %v\n%s%s", name, got.status, got.body, got.err, k.glance(), k.lately())
 		} else if most := k.loadTime(name) + slowly(3*time.Second); took > most {
 			k.rec.violation("after the storm %s took %s, wanted %s at most", name, took, most)
 		}

@@ -176,7 +176,7 @@ func (k *soak) card(sent time.Time, now broker.Status, g broker.GPU, bad func(st
 		bad("%d is booked of %d, and nobody says so", g.Booked, g.Total)
 	}
 	from := sent.Add(-5 * time.Second)
-	if g.Overcommitted && !k.spells.between(from, sent, consequences, spellServer, "") && !k.scarce("", from, sent) {
+	if g.Overcommitted && !k.spells.between(from, sent, consequences, spellServer, "") && !k.scarce(from, sent) {
 		bad("%s booked of %s", gpu.Bytes(g.Booked), gpu.Bytes(g.Total))
 	}
 }

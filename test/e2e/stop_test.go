@@ -153,9 +153,8 @@ func TestStopServesRequestsOfAnEarlierConfigurationToo(t *testing.T) {
 	t.Parallel()
 	eachStop(t, 2, func(t *testing.T, https bool, stop func(*site)) {
 		s := newBusySite(t, https)
-		for i := range 2 {
-			s.reloaded(func(c string) string { return insert(c, fmt.Sprintf("budget %dm", 3+i)) })
-		}
+		s.reloaded(func(c string) string { return insert(c, "budget 3m") })
+		s.reloaded(func(c string) string { return strings.Replace(c, "budget 3m", "budget 4m", 1) })
 		require.Equal(t, 1, s.status().Consumers["b"].Waiting)
 		require.Zero(t, len(s.stream)+len(s.plain), "they still run")
 		s.stopsWell(stop)
@@ -172,36 +171,66 @@ func cut(t testing.TB, a answer) {
 func TestStopCutsThoseThatRunBeyondTheTimeOfGrace(t *testing.T) {
 	t.Parallel()
 	const grace = 500 * time.Millisecond
+	beside := func(name, route string) consumer {
+		c := plainModel(name, 2, "lock none")
+		c.Route = route
+		return c
+	}
 	eachStop(t, 2, func(t *testing.T, https bool, stop func(*site)) {
-		s := start(t, layout{HTTPS: https, Global: "stop_grace 500ms", Consumers: []consumer{plainModel("a", 2), plainModel("b", 2, "lock none"), plainModel("c", 2, "lock none")}})
-		for _, name := range []string{"a", "b", "c"} {
+		s := start(t, layout{Total: "64GiB", HTTPS: https, Global: "stop_grace 500ms", Consumers: []consumer{
+			beside("streams", ""), beside("hung", ""), beside("silent", ""), beside("unread", ""), beside("uploads", "stream_body"),
+		}})
+		for name := range s.servers {
 			s.serve(name)
 		}
-		stream := s.streams("a", "events=100000&ms=20")
-		s.servers["b"].SetFaults(func(f *modelserver.Faults) { f.HangPaths = []string{"/hang"} })
-		hangs := s.send("POST", "/b/hang", "x")
-		s.until("b hangs", func() bool { return s.servers["b"].Stats().Requests["/hang"] == 1 })
-		short := s.send("POST", "/c/synthesize?ms=100", "x")
-		s.until("c works", func() bool { return s.servers["c"].Stats().Working == 1 })
+		s.hang()
+		stream := s.streams("streams", "events=100000&ms=20")
+		silent := s.streams("silent", "events=2&ms=600000") // its next event would come in ten minutes
+		hung := s.hangs("hung")                             // it has no answer
+		unread := s.open("GET", "/unread/audio/big?bytes=1000000000")
+		upload := s.upload("/uploads/hang") // its server reads nothing of it
+		s.until("all run", func() bool { return s.status().Scheduler.InFlight == 5 && s.servers["uploads"].Stats().InFlight == 1 })
 		ends := s.ends()
 		told := time.Now()
 		stop(s)
-		s.ok(short)
 		began := s.await(stream)
 		cut(t, began)
 		require.Equal(t, 200, began.status)
 		require.NotEmpty(t, began.body)
 		require.True(t, strings.HasPrefix(string(modelserver.StreamBytes(100000)), string(began.body)), "what came is what was sent")
 		require.GreaterOrEqual(t, began.at.Sub(told), grace)
-		if a := s.await(hangs); a.err == nil { // it may be told so, its answer has not begun
-			require.GreaterOrEqual(t, a.status, 500)
-		}
+		cut(t, s.await(silent))
+		cut(t, s.await(hung))
+		cut(t, s.await(upload))
 		over := s.ended(ends)
 		require.Less(t, over.at.Sub(told), grace+soon)
-		s.until("the server's work is broken off", func() bool { return s.servers["a"].Stats().Aborted == 1 })
-		require.Contains(t, s.log(), "stop_grace is over")
+		require.GreaterOrEqual(t, over.at.Sub(told), grace)
 		require.Zero(t, over.code)
+		_, err := io.Copy(io.Discard, unread.Body)
+		require.Error(t, err)
+		require.Contains(t, s.log(), `"msg":"stop_grace is over: connections of running requests were closed","requests":5`)
+		for _, name := range []string{"streams", "silent", "hung"} {
+			s.until("the work of "+name+" is broken off", func() bool { return s.servers[name].Stats().InFlight == 0 })
+		}
 	})
+}
+
+// upload sends a body that has no end.
+func (s *site) upload(path string) <-chan answer {
+	out := make(chan answer, 1)
+	body, more := io.Pipe()
+	s.t.Cleanup(func() { _ = more.Close() })
+	go func() {
+		chunk := make([]byte, 32<<10)
+		for err := error(nil); err == nil; {
+			_, err = more.Write(chunk)
+		}
+	}()
+	go func() {
+		defer body.Close()
+		out <- s.do(context.Background(), "POST", path, body)
+	}()
+	return out
 }
 
 func TestStopCutsRequestsOfAnEarlierConfigurationToo(t *testing.T) {
@@ -249,6 +278,7 @@ func TestStopDoesNotWaitForWorkThatNeedsNoConnection(t *testing.T) {
 	queuePrompt(t, s.url+"/comfyui/prompt", longPrompt("600000")) // it goes on at the server, whoever is there
 	waits := s.send("POST", "/mvoice/synthesize", "x")
 	s.waitQueued("mvoice", 1)
+	s.until("the prompt runs", func() bool { return s.servers["comfyui"].Stats().Working == 1 })
 	ends := s.ends()
 	told := time.Now()
 	stoppers["SIGTERM"](s)
@@ -274,4 +304,56 @@ func TestStopEndsADrainThatWaits(t *testing.T) {
 	require.Zero(t, over.code)
 	release()
 	s.await(drain) // an answer or the end of its connection
+}
+
+func TestStopOfASiteWhoseBrokerHasJustLeftTheConfigurationIsBoundedToo(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Global: "stop_grace 1s", Consumers: []consumer{plainModel("a", 9), plainModel("b", 9)}})
+	s.serve("a")
+	stream := s.streams("a", "events=100000&ms=20")
+	waits := s.send("POST", "/b/synthesize", "x")
+	s.waitQueued("b", 1)
+	s.brokerGone()
+	require.Zero(t, len(stream)+len(waits), "both go on")
+	ends := s.ends()
+	told := time.Now()
+	stoppers["SIGTERM"](s)
+	s.turnedAway(s.await(waits))
+	cut(t, s.await(stream))
+	over := s.ended(ends)
+	require.GreaterOrEqual(t, over.at.Sub(told), time.Second)
+	require.Less(t, over.at.Sub(told), time.Second+soon)
+	require.Zero(t, over.code)
+}
+
+func TestStopWithoutATimeOfGraceCutsAtOnce(t *testing.T) {
+	t.Parallel()
+	eachStop(t, 1, func(t *testing.T, https bool, stop func(*site)) {
+		s := start(t, layout{HTTPS: https, Global: "stop_grace 0", Consumers: []consumer{plainModel("a", 2)}})
+		s.serve("a")
+		silent := s.streams("a", "events=2&ms=600000")
+		ends := s.ends()
+		told := time.Now()
+		stop(s)
+		cut(t, s.await(silent))
+		over := s.ended(ends)
+		require.Less(t, over.at.Sub(told), soon)
+		require.Zero(t, over.code)
+	})
+}
+
+func TestShorterGracePeriodOfCaddyWins(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Global: "stop_grace 10m", Consumers: []consumer{plainModel("a", 2)}})
+	s.reloaded(func(c string) string { return strings.Replace(c, "local_certs", "local_certs\ngrace_period 700ms", 1) })
+	s.serve("a")
+	stream := s.streams("a", "events=100000&ms=20")
+	ends := s.ends()
+	told := time.Now()
+	stoppers["SIGTERM"](s)
+	cut(t, s.await(stream))
+	over := s.ended(ends)
+	require.GreaterOrEqual(t, over.at.Sub(told), 700*time.Millisecond)
+	require.Less(t, over.at.Sub(told), 700*time.Millisecond+soon)
+	require.Zero(t, over.code)
 }
