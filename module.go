@@ -94,6 +94,7 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 
 	var faults []error
 	for _, c := range a.Consumers {
+		raw := c.LifecycleRaw // LoadModule takes it away
 		mod, err := ctx.LoadModule(c, "LifecycleRaw")
 		if err != nil {
 			faults = append(faults, fmt.Errorf("consumer %q%s: %w", c.Name, source(c), err))
@@ -109,7 +110,7 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 		if f, ok := mod.(lifecycle.Fingerprinter); ok {
 			values = f.Fingerprint()
 		}
-		g.Keys[c.Name] = hash(c.LifecycleRaw, []byte(values), []byte(c.Upstream), []byte(time.Duration(a.ProbeTimeout).String()), []byte(time.Duration(c.UnloadTimeout).String()))
+		g.Keys[c.Name] = hash(raw, []byte(values), []byte(c.Upstream), []byte(time.Duration(a.ProbeTimeout).String()), []byte(time.Duration(c.UnloadTimeout).String()))
 	}
 	return errors.Join(faults...)
 }

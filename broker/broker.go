@@ -116,12 +116,6 @@ func (b *Broker) step(e scheduler.Event) {
 		effects, wake := b.state.Step(now, e)
 		b.act(now, effects, wake)
 		b.ended()
-		switch e.(type) {
-		case scheduler.UnloadDone, scheduler.LoadDone:
-			if b.sampler != nil && b.state.FastSampling() {
-				b.sampler.hurry() // the memory may be back already
-			}
-		}
 	}
 }
 

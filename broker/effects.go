@@ -40,6 +40,10 @@ func (b *Broker) effect(e scheduler.Effect) {
 		case c.probeNow <- struct{}{}:
 		default:
 		}
+	case scheduler.LookNow:
+		if b.sampler != nil {
+			b.sampler.hurry()
+		}
 	case scheduler.Dropped:
 		delete(b.consumers, e.Slot)
 		if c.stopProbes != nil {

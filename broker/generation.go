@@ -253,7 +253,7 @@ func schedulerConfig(c *config.Broker) scheduler.Config {
 func slotConfig(c *config.Consumer, t lifecycle.Traits) scheduler.SlotConfig {
 	idle, longest := c.Idle(), c.LongestRun()
 	return scheduler.SlotConfig{
-		Name: c.Name, Disabled: !c.IsEnabled(), GPUs: []int{c.GPU}, Claim: c.VRAM, Residual: c.Residual, Concurrency: c.Concurrency,
+		Name: c.Name, Server: c.Upstream, Disabled: !c.IsEnabled(), GPUs: []int{c.GPU}, Claim: c.VRAM, Residual: c.Residual, Concurrency: c.Concurrency,
 		LockNone: !c.NeedsLock(), Coexist: c.CanCoexistWith, Pin: c.Pin, NoEvict: c.NoEvict, VRAMManaged: c.VRAMManaged,
 		KeepAlive: time.Duration(c.KeepAlive), IdleTimeout: idle, OwnIdle: c.OwnIdleTimeout(), MaxRun: longest, SwitchCost: time.Duration(c.SwitchCost), Budget: time.Duration(c.Budget), Async: c.Async,
 		CanLoad: t.Load, CanUnload: t.Unload, CanProbe: t.Health, CanTell: t.Residency, CanBusy: t.Busy,

@@ -177,6 +177,7 @@ func (s *State) unloadDone(now time.Time, e UnloadDone) {
 		s.unloadFailed(now, v, e.Err)
 	default:
 		v.stop.called, v.stop.confirmed, v.stop.at, v.stop.lastRise = true, e.Confirmed, now, now
+		s.emit(Effect{Kind: LookNow, Slot: v.cfg.Name}) // the memory may be back already
 	}
 	s.pump(now)
 }
@@ -189,6 +190,9 @@ func (s *State) unloadFailed(now time.Time, v *slot, why string) {
 	s.decide(Decision{At: now, Kind: "unload_failed", Slot: v.cfg.Name, Target: name(v.stop.target), GPU: v.gpu(), Reason: why})
 	if t := v.stop.target; t != nil && t.want.victim == v {
 		t.want.victim = nil
+	}
+	if v.cfg.CanProbe { // it may be gone altogether
+		s.emit(Effect{Kind: ProbeNow, Slot: v.cfg.Name})
 	}
 	from := v.stop.from
 	v.stop, v.gate = stopping{}, gate{}
@@ -349,7 +353,7 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 	took := now.Sub(t.loadAt)
 	if e.Err == "" {
 		t.loadCost.add(took)
-		t.loadBad, t.want.oom, t.want.extra = 0, 0, false
+		t.loadBad, t.want.oom, t.want.extra, t.coolUntil = 0, 0, false, time.Time{}
 		t.health, t.timeouts = healthGood, 0
 		s.doubt(now, t)
 		s.to(now, t, Ready)
@@ -379,6 +383,7 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 // another's load can only be told from a look that is newer.
 func (s *State) doubt(now time.Time, sl *slot) {
 	s.cards(sl, func(c *card, _ *holding) { c.doubt = now })
+	s.emit(Effect{Kind: LookNow, Slot: sl.cfg.Name})
 }
 
 // loadFailed sends those away who waited for a load, and lets the slot cool down.
@@ -428,6 +433,7 @@ func (s *State) vanish(now time.Time, sl *slot, why string) {
 	}
 	sl.gate, sl.settled = gate{}, false
 	s.to(now, sl, Idle)
+	s.emit(Effect{Kind: LookNow, Slot: sl.cfg.Name})
 	s.decide(Decision{At: now, Kind: "gone", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: why})
 }
 

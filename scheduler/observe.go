@@ -44,7 +44,7 @@ func (s *State) configure(now time.Time, cfg Config) {
 
 // adopt gives a slot its settings. A slot that is new, or comes from another kind of scheduler, starts anew.
 func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
-	fresh := sl.cfg.Name == "" || anew && !sl.busy()
+	fresh := sl.cfg.Name == "" || anew && !sl.busy() || sl.cfg.Server != c.Server
 	probes := sl.cfg.CanProbe
 	if sl.gone && sl.gate.closed && sl.gate.target == nil && sl.state != Stopping {
 		s.reopen(now, sl, "it is in the configuration again")

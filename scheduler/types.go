@@ -77,7 +77,8 @@ const (
 // SlotConfig is one slot: a consumer, in this version.
 type SlotConfig struct {
 	Name        string
-	Disabled    bool // kept in status, refused
+	Server      string // its address: with another, it is another server, of which nothing is known
+	Disabled    bool   // kept in status, refused
 	GPUs        []int
 	Claim       gpu.Bytes
 	Residual    gpu.Bytes // at most so much of its residue is used again by its next load
@@ -254,6 +255,7 @@ const (
 	StartUnload                   // unload Slot
 	CheckBusy                     // ask Slot once, in After, whether it works
 	ProbeNow                      // probe Slot
+	LookNow                       // take a look at the GPUs: memory has moved
 	Dropped                       // Slot was removed from the config and is gone now
 	NotNow                        // a job that asked to be admitted at once can not be
 	Decided                       // for the record: see Decision

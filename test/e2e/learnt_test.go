@@ -311,7 +311,7 @@ func TestKilledCaddyLeavesAWholeFile(t *testing.T) {
 	s.learns()
 	s.halt()
 	file := s.learntFile()
-	whole := func() (names []string) {
+	whole := func() {
 		text, err := os.ReadFile(file)
 		require.NoError(t, err)
 		var doc struct {
@@ -321,7 +321,6 @@ func TestKilledCaddyLeavesAWholeFile(t *testing.T) {
 		require.NoError(t, json.Unmarshal(text, &doc), "%s", text)
 		require.Equal(t, 1, doc.Version)
 		require.GreaterOrEqual(t, len(doc.Consumers), 2)
-		return names
 	}
 	for i := range 8 { // just while it writes, if it can be
 		s.again()
@@ -332,7 +331,7 @@ func TestKilledCaddyLeavesAWholeFile(t *testing.T) {
 		select {
 		case <-ends:
 		case <-time.After(time.Duration(i*15) * time.Millisecond):
-			require.NoError(t, s.cmd.Process.Kill())
+			_ = s.cmd.Process.Kill() // it may have ended just now
 			s.ended(ends)
 		}
 		whole()

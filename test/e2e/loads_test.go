@@ -130,23 +130,6 @@ func TestFC05_LazyServerIsWarmForTheRetry(t *testing.T) {
 	}
 }
 
-func TestWorkOfAClientThatLeftDuringALazyLoadEndsOnceTheServerSaysThatItIsLoaded(t *testing.T) {
-	t.Parallel()
-	const load = 1200 * time.Millisecond
-	m := slowLoad("m", 9, load)
-	m.Lazy = true
-	m.Lines = "lifecycle_by_hand\nhealth /health {\nloaded $.loaded\nresident_mib $.gpu_resident_mib\n}\nunload POST /api/admin/unload"
-	s := start(t, layout{Global: "stop_grace 1s", Consumers: []consumer{m, plainModel("other", 2)}})
-	s.gaveUp(s.impatient(load*3/4, "/m/synthesize?ms=60000", "x"))
-	require.NoError(t, s.servers["m"].WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Loaded }))
-	loaded := time.Now()
-	s.idle("m")
-	require.Less(t, time.Since(loaded), 3*time.Second, "the GPU is held for nobody")
-	s.warm("/m/synthesize", "x")
-	s.serve("other")
-	require.Equal(t, 1, s.servers["m"].Stats().LoadsStarted)
-}
-
 // fickle is a lazy server whose load ends with the request that asked for it, as ollama's does
 // (ollama/ollama#4427): a load that is broken off begins from nothing at the next request.
 type fickle struct {
