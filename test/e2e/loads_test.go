@@ -145,11 +145,11 @@ func (f *fickle) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	f.mu.Lock()
 	loaded := f.loaded
 	f.mu.Unlock()
-	switch {
-	case r.URL.Path == "/health":
+	switch r.URL.Path {
+	case "/health":
 		_ = json.NewEncoder(w).Encode(map[string]any{"loaded": loaded})
 		return
-	case r.URL.Path == "/unload":
+	case "/unload":
 		f.mu.Lock()
 		f.loaded = false
 		f.mu.Unlock()

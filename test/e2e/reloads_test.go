@@ -30,8 +30,8 @@ type spoilt struct {
 // spoilers are the ways in which a configuration fails. taken is an address that another program listens on.
 func spoilers(taken string) []spoilt {
 	add := func(text string) func(string) string { return func(c string) string { return c + "\n" + text + "\n" } }
-	replace := func(old, new string) func(string) string {
-		return func(c string) string { return strings.Replace(c, old, new, 1) }
+	replace := func(from, to string) func(string) string {
+		return func(c string) string { return strings.Replace(c, from, to, 1) }
 	}
 	return []spoilt{
 		{"occupied port", add("http://" + taken + " {\nbind 127.0.0.1\nrespond hi\n}"), "address already in use", true},

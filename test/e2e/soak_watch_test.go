@@ -192,13 +192,13 @@ func (k *soak) asConfigured(sent time.Time, name string, c broker.Consumer, bad 
 	if name != "image" && c.Active > limit[name] { // image is async
 		bad("%s has %d active, its concurrency is %d", name, c.Active, limit[name])
 	}
-	any := func(match func(settings) bool) bool { return slices.ContainsFunc(ruled, match) }
+	ruling := func(match func(settings) bool) bool { return slices.ContainsFunc(ruled, match) }
 	switch {
-	case name == "voice" && !any(func(s settings) bool { return int64(gib(s.vram)) == c.Slots[0].Claim }):
+	case name == "voice" && !ruling(func(s settings) bool { return int64(gib(s.vram)) == c.Slots[0].Claim }):
 		bad("the claim of voice is %s", gpu.Bytes(c.Slots[0].Claim))
-	case name == "pinned" && !any(func(s settings) bool { return s.pin == c.Pinned }):
+	case name == "pinned" && !ruling(func(s settings) bool { return s.pin == c.Pinned }):
 		bad("pinned: %t", c.Pinned)
-	case name == "guest" && !c.Removed && !any(func(s settings) bool { return s.guest }):
+	case name == "guest" && !c.Removed && !ruling(func(s settings) bool { return s.guest }):
 		bad("guest is there, and it was taken away")
 	}
 }

@@ -110,12 +110,12 @@ func newBench(t testing.TB) *bench {
 	return b
 }
 
-// add adds a configuration: one that is good, changed by replacing old by new.
-func (b *bench) add(name string, good bool, old, new string) {
+// add adds a configuration: one that is good, changed by replacing from by to.
+func (b *bench) add(name string, good bool, from, to string) {
 	b.t.Helper()
 	text := b.caddyfile()
-	require.True(b.t, old == "" || strings.Contains(text, old), "%s: nothing to replace", name)
-	b.config[name], b.good[name] = strings.Replace(text, old, new, 1), good
+	require.True(b.t, from == "" || strings.Contains(text, from), "%s: nothing to replace", name)
+	b.config[name], b.good[name] = strings.Replace(text, from, to, 1), good
 }
 
 // caddyfile is a good configuration with all that could reach out.
@@ -286,7 +286,8 @@ func (s *site) restart() {
 	old := s.cmd
 	go func() { ended <- old.Wait() }()
 	select {
-	case <-ended:
+	case err := <-ended:
+		require.NoError(s.t, err)
 	case <-time.After(patience):
 		s.t.Fatal("caddy did not stop")
 	}
