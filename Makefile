@@ -56,7 +56,7 @@ unit: bin/gotestsum ## tests of the packages
 
 .PHONY: e2e
 e2e: build bin/gotestsum ## end to end through a real Caddy, and the demo's own lines
-	$(TEST) -count=1 -skip '^(TestAlone|TestSoak)' ./test/e2e/... ./test/demo/...
+	$(TEST) -count=1 -parallel 8 -skip '^(TestAlone|TestSoak)' ./test/e2e/... ./test/demo/...
 
 # Bounds on time run by themselves, one after the other; what they measured is shown.
 .PHONY: bench
@@ -78,7 +78,7 @@ race: export GPU_BROKER_RACE := 1
 race: export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy-race
 race: bin/gotestsum ## tests under the race detector, end to end too
 	$(GO) build -race -o bin/caddy-race ./cmd/caddy
-	$(TEST) -race -short -skip '^(TestAlone|TestSoak)' $(UNIT) ./test/e2e/...
+	$(TEST) -race -short -parallel 6 -skip '^(TestAlone|TestSoak)' $(UNIT) ./test/e2e/...
 
 # With xcaddy's flags, so that its build finds most of the work done.
 .PHONY: cgo0

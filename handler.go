@@ -361,7 +361,7 @@ func timing(queued, loading time.Duration) string {
 // run calls next, and gives the place back whatever becomes of it.
 func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) (err error) {
 	j.ResponseWriterWrapper.ResponseWriter = w
-	j.status = 0
+	j.status, j.detached, j.abort = 0, nil, nil // it may be the second try
 	inner, completed := r, false
 	switch {
 	case j.lease.Loads:

@@ -20,7 +20,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
+	"strconv"
 	"strings"
+	"sync"
 	"text/tabwriter"
 	"time"
 )
@@ -54,20 +57,19 @@ func run() error {
 	var survivors []string
 	var broken error
 	var caught int
-	for _, m := range mutants {
-		fmt.Fprintf(os.Stderr, "%s ...\n", m.name)
-		byHistories, byTables, err := try(root, dir, m)
-		if err != nil {
-			broken = errors.Join(broken, fmt.Errorf("%q: %w", m.name, err))
+	for i, v := range tryAll(root, dir) {
+		m := mutants[i]
+		if v.err != nil {
+			broken = errors.Join(broken, fmt.Errorf("%q: %w", m.name, v.err))
 			continue
 		}
-		if byHistories == "" && byTables == "" {
+		if v.byHistories == "" && v.byTables == "" {
 			survivors = append(survivors, m.name)
 		}
-		if byHistories != "" {
+		if v.byHistories != "" {
 			caught++
 		}
-		_, _ = fmt.Fprintf(out, "%s\t%s\t%s\n", m.name, orDash(byHistories), orDash(byTables))
+		_, _ = fmt.Fprintf(out, "%s\t%s\t%s\n", m.name, orDash(v.byHistories), orDash(v.byTables))
 	}
 	if err := out.Flush(); err != nil {
 		return err
@@ -96,20 +98,49 @@ func (m mutant) folder() string { return cmp.Or(m.dir, "scheduler") }
 
 func (m mutant) pkg() string { return "./" + m.folder() + "/" }
 
+// verdict is which tests of each kind caught a fault; empty: none.
+type verdict struct {
+	byHistories, byTables string
+	err                   error
+}
+
+// tryAll tries all mutants, as many at a time as there are processors.
+func tryAll(root, dir string) []verdict {
+	verdicts := make([]verdict, len(mutants))
+	free := make(chan struct{}, runtime.GOMAXPROCS(0))
+	var all sync.WaitGroup
+	for i, m := range mutants {
+		free <- struct{}{}
+		all.Go(func() {
+			defer func() { <-free }()
+			fmt.Fprintf(os.Stderr, "%s ...\n", m.name)
+			verdicts[i] = try(root, filepath.Join(dir, strconv.Itoa(i)), m)
+		})
+	}
+	all.Wait()
+	return verdicts
+}
+
 // try plants one fault and says which tests of each kind caught it.
-func try(root, dir string, m mutant) (byHistories, byTables string, err error) {
-	overlay, err := plant(root, dir, m)
-	if err != nil {
-		return "", "", err
+func try(root, dir string, m mutant) (v verdict) {
+	if v.err = os.Mkdir(dir, 0o700); v.err != nil {
+		return v
 	}
-	if out, err := gocmd(root, "build", "-overlay", overlay, m.pkg()); err != nil {
-		return "", "", fmt.Errorf("it does not compile, which is no catch: %w\n%s", err, out)
+	var overlay string
+	if overlay, v.err = plant(root, dir, m); v.err != nil {
+		return v
 	}
-	if byHistories, err = test(root, overlay, m.pkg(), "-run", properties); err != nil {
-		return "", "", err
+	tests := filepath.Join(dir, "tests")
+	if out, err := output(root, "go", "test", "-c", "-overlay", overlay, "-o", tests, m.pkg()); err != nil {
+		v.err = fmt.Errorf("it does not compile, which is no catch: %w\n%s", err, out)
+		return v
 	}
-	byTables, err = test(root, overlay, m.pkg(), "-skip", properties+"|^TestAlone")
-	return byHistories, byTables, err
+	defer func() { _ = os.Remove(tests) }()
+	if v.byHistories, v.err = test(root, tests, m, "-test.run", properties); v.err != nil {
+		return v
+	}
+	v.byTables, v.err = test(root, tests, m, "-test.skip", properties+"|^TestAlone")
+	return v
 }
 
 // plant writes the changed file and the overlay that puts it in place of the true one.
@@ -137,13 +168,12 @@ func plant(root, dir string, m mutant) (overlay string, err error) {
 var failed = regexp.MustCompile(`(?m)^--- FAIL: (\S+)`)
 
 // test runs tests with a fault and says which failed; empty: none.
-func test(root, overlay, pkg string, which ...string) (string, error) {
-	args := append([]string{"test", "-overlay", overlay, "-count=1", "-timeout", limit.String(),
-		pkg}, which...)
-	if pkg == "./scheduler/" {
-		args = append(args, "-args", "-rapid.nofailfile", "-rapid.shrinktime=1ms")
+func test(root, tests string, m mutant, which ...string) (string, error) {
+	args := append([]string{"-test.timeout", limit.String()}, which...)
+	if m.folder() == "scheduler" {
+		args = append(args, "-rapid.nofailfile", "-rapid.shrinktime=1ms")
 	}
-	out, err := gocmd(root, args...)
+	out, err := output(filepath.Join(root, m.folder()), tests, args...)
 	if err == nil {
 		return "", nil
 	}
@@ -162,11 +192,11 @@ func test(root, overlay, pkg string, which ...string) (string, error) {
 	}
 }
 
-func gocmd(root string, args ...string) (string, error) {
+func output(dir, name string, args ...string) (string, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), limit+time.Minute) // its own time-out comes first
 	defer cancel()
-	cmd := exec.CommandContext(ctx, "go", args...)
-	cmd.Dir = root
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Dir = dir
 	cmd.WaitDelay = 5 * time.Second
 	out, err := cmd.CombinedOutput()
 	return string(out), err
