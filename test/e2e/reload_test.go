@@ -24,8 +24,17 @@ func (s *site) reloaded(edit func(caddyfile string) string) {
 	require.NotEqual(s.t, string(old), changed, "the edit changed nothing")
 	a := s.adminDo("POST", "/load", "text/caddyfile", changed)
 	require.Equal(s.t, 200, a.status, "%s", a.body)
-	s.client.CloseIdleConnections() // they were to the server that goes
 	s.write(changed)
+	// Connections, kept ones and such as come in this very moment, may be to the server that goes: it closes them unanswered.
+	s.until("the new configuration answers", func() bool {
+		for range 3 {
+			s.client.CloseIdleConnections()
+			if s.get("/gpu/healthz").err != nil {
+				return false
+			}
+		}
+		return true
+	})
 }
 
 // inTheMiddle is a site with a stream that runs on a, and a request for b that waits.
