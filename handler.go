@@ -241,6 +241,7 @@ func (j *job) ReadFrom(r io.Reader) (int64, error) {
 }
 
 func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	j.ResponseWriterWrapper.ResponseWriter = w
 	for attempt := 1; ; attempt++ {
 		if err := j.acquire(r); err != nil {
 			return j.fail(w, r, err)
@@ -267,8 +268,11 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 // place is there at once: only a body that was read to its end lets HTTP/1 tell us that the client left.
 func (j *job) acquire(r *http.Request) error {
 	h := j.handler
-	if err := h.app.waitRuled(r.Context(), h.Consumer); err != nil {
+	if err := h.app.waitRuled(r.Context(), h.pool.broker, h.Consumer); err != nil {
 		return err
+	}
+	if h.pool.ending.Load() { // before a body is read for nothing
+		return &failure{status: http.StatusServiceUnavailable, code: string(scheduler.Draining), message: "Caddy stops: no more requests are taken", retryAfter: 5 * time.Second}
 	}
 	req := broker.Request{Consumer: h.Consumer, Priority: broker.DefaultPriority, Budget: time.Duration(h.Budget)}
 	// The body of a CONNECT is a tunnel, such as a websocket over HTTP/2: it has no end to read to.
@@ -289,7 +293,9 @@ func (j *job) acquire(r *http.Request) error {
 	case j.body != nil:
 		j.body.Rewind(r)
 	case hasBody:
+		h.pool.running.add(j) // a stop does not wait for a slow upload either
 		body, err := h.pool.buffers.Read(r, h.maxBody, int64(h.app.MaxBuffered))
+		h.pool.running.remove(j)
 		if err != nil {
 			return bodyError(r, err)
 		}
@@ -360,7 +366,6 @@ func timing(queued, loading time.Duration) string {
 
 // run calls next, and gives the place back whatever becomes of it.
 func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) (err error) {
-	j.ResponseWriterWrapper.ResponseWriter = w
 	j.status, j.detached, j.abort = 0, nil, nil // it may be the second try
 	inner, completed := r, false
 	switch {
@@ -385,7 +390,9 @@ func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler
 		running.remove(j)
 		outcome := j.outcome(r, err, completed)
 		if ranOut(inner) && outcome == scheduler.ServerDied { // it is us who ended it
-			outcome = scheduler.NoAnswer
+			if outcome = scheduler.NoAnswer; j.status != 0 {
+				outcome = scheduler.Served
+			}
 		}
 		ended := j.lease.Release(outcome)
 		j.leased = false

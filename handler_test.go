@@ -141,9 +141,9 @@ func TestARequestDoesNotWaitForItsConfigurationForEver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := broker.New()
 		defer b.Close()
-		a := &App{pool: &pooled{broker: b}, generation: &broker.Generation{}}
+		a := &App{generation: &broker.Generation{}}
 		began := time.Now()
-		require.ErrorIs(t, a.waitRuled(t.Context(), "a"), errNotStarted)
+		require.ErrorIs(t, a.waitRuled(t.Context(), b, "a"), errNotStarted)
 		require.Equal(t, startWait, time.Since(began))
 	})
 }

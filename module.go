@@ -151,14 +151,14 @@ const startWait = 10 * time.Second
 
 // waitRuled waits until this configuration rules, if it brings a consumer that
 // no earlier one has: Caddy starts its apps in any order, so requests come before.
-func (a *App) waitRuled(ctx context.Context, consumer string) error {
+func (a *App) waitRuled(ctx context.Context, b *broker.Broker, consumer string) error {
 	ruled := a.generation.Ruled()
 	select {
 	case <-ruled:
 		return nil
 	default:
 	}
-	if a.pool.broker.Knows(consumer) {
+	if b.Knows(consumer) {
 		return nil
 	}
 	t := time.NewTimer(startWait)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -18,6 +19,8 @@ type pooled struct {
 	buffers *routing.Buffers
 	running runs
 	grace   graceTimer
+	lived   atomic.Bool // a configuration was in force: Caddy started it whole
+	ending  atomic.Bool // the process ends
 }
 
 var pool = caddy.NewUsagePool()
@@ -52,7 +55,7 @@ func newPooled() (caddy.Destructor, error) {
 // Destruct is called when the last configuration that has the app goes.
 func (p *pooled) Destruct() error {
 	active.CompareAndSwap(p, nil)
-	if caddy.Exiting() || !p.broker.Ruled() {
+	if caddy.Exiting() || !p.lived.Load() { // what never was in force must leave everything as it was
 		p.close()
 		return nil
 	}
@@ -70,7 +73,7 @@ func (p *pooled) retire(ctx context.Context, done chan struct{}) {
 	p.broker.Retire(ctx)
 	retiring.mu.Lock()
 	defer retiring.mu.Unlock()
-	if retiring.pooled == p {
+	if retiring.pooled == p && retiring.done == done { // not taken up again, nor that and retired anew
 		retiring.cancel()
 		retiring.pooled = nil
 		p.close()

@@ -24,6 +24,7 @@ func (s stopping) Handle(_ context.Context, e caddy.Event) error {
 	if e.Origin() != nil { // some module's event of this name; Caddy's own has no origin
 		return nil
 	}
+	s.app.pool.lived.Store(true)
 	if !caddy.Exiting() {
 		return s.app.Stop()
 	}
@@ -33,6 +34,7 @@ func (s stopping) Handle(_ context.Context, e caddy.Event) error {
 
 // stop refuses new and waiting requests, and lets running ones go on for so long.
 func (p *pooled) stop(grace time.Duration, log *zap.Logger) {
+	p.ending.Store(true)
 	p.broker.StopAdmitting()
 	said := false
 	p.grace.start(grace, func() (more bool) {

@@ -29,6 +29,7 @@ type Generation struct {
 	Store      Store // where what was learnt is kept; nil: nowhere
 
 	once   sync.Once
+	over   sync.Once                   // closes undone
 	ruled  chan struct{}               // see Ruled
 	undone chan struct{}               // see Undone
 	opened map[string]lifecycle.Driver // of the consumers that are new or changed, until it rules
@@ -109,6 +110,11 @@ func (b *Broker) Pop(g *Generation) {
 	defer b.mu.Unlock()
 	i := slices.Index(b.gens, g)
 	if i < 0 {
+		select {
+		case <-g.Ruled():
+		default: // it was never pushed
+			g.discard()
+		}
 		return
 	}
 	b.gens = slices.Delete(b.gens, i, i+1)
@@ -125,7 +131,7 @@ func (b *Broker) Pop(g *Generation) {
 func (b *Broker) Retire(ctx context.Context) {
 	b.save()
 	b.mu.Lock()
-	unused := len(b.gens) == 0 && !b.closed
+	unused := len(b.gens) == 0 && !b.closed && b.current.Load() != nil
 	if unused {
 		cfg := schedulerConfig(b.current.Load().Config)
 		now := time.Now()
@@ -154,16 +160,14 @@ func (b *Broker) Retire(ctx context.Context) {
 	}
 }
 
-// Ruled says whether any generation ever ruled.
-func (b *Broker) Ruled() bool { return b.current.Load() != nil }
-
 // discard closes the drivers of a generation that does not rule after all.
 func (g *Generation) discard() {
 	for _, d := range g.opened {
 		_ = d.Close()
 	}
 	g.opened = nil
-	close(g.undone)
+	g.once.Do(g.init)
+	g.over.Do(func() { close(g.undone) })
 }
 
 // Knows says whether there is a consumer of this name.

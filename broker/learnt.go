@@ -147,11 +147,11 @@ func (b *Broker) save() {
 	if g == nil || g.Store == nil {
 		return
 	}
+	b.saving.Lock() // first: a later save must not be the older one
+	defer b.saving.Unlock()
 	b.mu.Lock()
 	learnt := b.state.Learnt()
 	b.mu.Unlock()
-	b.saving.Lock()
-	defer b.saving.Unlock()
 	doc, err := encodeLearnt(learnt)
 	if err != nil || b.unsaved || bytes.Equal(doc, b.saved) || len(learnt) == 0 && b.saved == nil {
 		return

@@ -133,8 +133,8 @@ func (b *Broker) Resume(name string) error {
 	return nil
 }
 
-// StopAdmitting is Drain of all, without waiting: the process ends.
-func (b *Broker) StopAdmitting() { b.step(scheduler.Drain{}) }
+// StopAdmitting is Drain of all, without waiting, and for good: the process ends.
+func (b *Broker) StopAdmitting() { b.step(scheduler.Drain{Final: true}) }
 
 // unload is what became of an unload of a consumer since then: it may be loaded
 // again by the time that anybody looks. Neither: it is under way.

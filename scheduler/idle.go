@@ -62,7 +62,9 @@ func (s *State) busyThough(now time.Time, sl *slot, failed bool) {
 
 // drain lets no more jobs in, or lets them in again.
 func (s *State) drain(now time.Time, e Drain) {
-	if e.Slot == "" {
+	if e.Final {
+		s.ending = true
+	} else if e.Slot == "" {
 		s.draining = !e.Off
 	} else if sl := s.named[e.Slot]; sl != nil {
 		sl.draining = !e.Off
@@ -73,7 +75,7 @@ func (s *State) drain(now time.Time, e Drain) {
 // drained is what a job gets that may not come in; nil: it may.
 func (s *State) drained(sl *slot) *Refusal {
 	switch {
-	case s.draining:
+	case s.draining || s.ending:
 		return &Refusal{Code: Draining, RetryAfter: 5 * time.Second, Message: "no more requests are taken: the broker is drained, or stops"}
 	case sl.draining:
 		return &Refusal{Code: Draining, RetryAfter: 30 * time.Second, Message: fmt.Sprintf("no more requests are taken for consumer %q: it is drained", sl.cfg.Name)}

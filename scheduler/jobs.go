@@ -51,7 +51,7 @@ func (s *State) refusesNew(sl *slot, name string) *Refusal {
 	switch {
 	case sl == nil:
 		return &Refusal{Code: UnknownConsumer, Message: fmt.Sprintf("there is no consumer %q", name)}
-	case s.draining || sl.draining:
+	case s.draining || s.ending || sl.draining:
 		return s.drained(sl)
 	case sl.cfg.Disabled:
 		return &Refusal{Code: NotRunning, RetryAfter: time.Minute, Message: fmt.Sprintf("consumer %q is switched off (enabled off)", name)}

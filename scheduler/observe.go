@@ -57,6 +57,11 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		s.place(sl)
 	}
 	if fresh {
+		for _, t := range []*slot{sl.gate.target, sl.stop.target} { // they wait for room that it makes no more
+			if t != nil && t.want.victim == sl {
+				t.want.victim = nil
+			}
+		}
 		sl.state, sl.since, sl.idleAt = s.startState(&c), now, time.Time{}
 		sl.stop, sl.gate, sl.readyAt, sl.want = stopping{}, gate{}, now, target{}
 		s.recall(now, sl)

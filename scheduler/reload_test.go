@@ -80,3 +80,20 @@ func TestASlotThatIsMovedToAGPUThatIsNotThereRefusesWhoWaits(t *testing.T) {
 	f.evicted("a", 4000)
 	f.requireRefused(h, GPULost)
 }
+
+// The room that a server was to make is not waited for any more once a reload has put another in its place.
+func TestAVictimWhoseServerIsReplacedMakesNobodyWait(t *testing.T) {
+	f := given(t, 16384, server("v", 10000), server("a", 10000))
+	f.warm("v", 10000)
+	f.advance(10 * time.Minute)
+	a := f.submit("a")
+	f.requireState("v", Stopping)
+	f.reconfigure(func(c *Config) { c.Slots[0].Server = "another:1" })
+	f.requireState("v", Unknown)
+	f.probe("v", No)
+	f.advance(time.Second)
+	f.free(16384)
+	f.requireState("a", Loading)
+	f.loaded("a")
+	f.requireRunning(a)
+}

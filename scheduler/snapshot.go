@@ -81,7 +81,7 @@ const snapshotQueue = 100
 
 // Snapshot copies what people may see. It changes nothing.
 func (s *State) Snapshot() Snapshot {
-	out := Snapshot{Waiting: s.waiting, Running: s.running, Counts: s.counts, Draining: s.draining}
+	out := Snapshot{Waiting: s.waiting, Running: s.running, Counts: s.counts, Draining: s.draining || s.ending}
 	for _, c := range s.gpus {
 		sh := s.sheet(c, nil)
 		l := account(sh.card, sh.entries, nil)
@@ -117,7 +117,7 @@ func (s *State) view(sl *slot) SlotView {
 		Health: [...]string{"unknown", "healthy", "unhealthy"}[sl.health], Detail: sl.detail, Active: sl.active, Held: sl.held,
 		Waiting: sl.queue.count, Why: sl.why, Claim: sl.cfg.Claim, LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio,
 		Pinned: sl.cfg.Pin, CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad,
-		Draining: s.draining || sl.draining, Measured: sl.took.measured()}
+		Draining: s.draining || s.ending || sl.draining, Measured: sl.took.measured()}
 	if s.idles(sl) && s.cfg.IdleUnload == IdleOn && !sl.gate.closed {
 		v.UnloadAt = s.idleEnd(sl)
 	}

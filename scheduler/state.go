@@ -25,6 +25,7 @@ type State struct {
 	sampled   bool   // a sample, or the news that there is none, has come
 	blind     string // why there is no telemetry; empty: there is
 	draining  bool   // no more jobs are let in
+	ending    bool   // … and never will be: the process ends
 
 	past map[string]Learnt // of slots that are not there: from before a restart, or removed since
 

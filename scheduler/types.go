@@ -169,8 +169,9 @@ type (
 	Unload struct{ Slot string }
 	// Drain lets no more jobs in, and sends away those that wait; what runs goes on. Off takes it back.
 	Drain struct {
-		Slot string // empty: all
-		Off  bool
+		Slot  string // empty: all
+		Off   bool
+		Final bool // of all, and never taken back: the process ends
 	}
 	// Recall brings back what was learnt before a restart. It comes before the first Configure.
 	Recall struct{ Learnt map[string]Learnt }

@@ -166,8 +166,8 @@ var mutants = []mutant{
 	{
 		name: "a drained slot takes jobs",
 		file: "jobs.go",
-		old:  "case s.draining || sl.draining:",
-		new:  "case s.draining:",
+		old:  "case s.draining || s.ending || sl.draining:",
+		new:  "case s.draining || s.ending:",
 	},
 	{
 		name: "who waits for a drained slot goes on waiting",

@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"net/http"
 	"os"
 	"path/filepath"
 	"testing"
@@ -50,4 +51,35 @@ func TestBrokerThatComesBackWhileItLeavesGoesOn(t *testing.T) {
 	require.Equal(t, before.Scheduler.Loads, after.Scheduler.Loads, "it is the same broker")
 	s.goesOn(stream, waits)
 	require.Equal(t, 1, s.servers["b"].Stats().Loads-1, "b was loaded for the first time before, and now for the request that waited")
+}
+
+func TestBrokerThatComesWithAConfigurationThatFailsTouchesNothing(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{plainModel("a", 2), plainModel("b", 2)}})
+	s.serve("a")
+	s.serve("b")
+	back := s.brokerGone()
+	s.until("both are unloaded", func() bool { return !s.servers["a"].Stats().Loaded && !s.servers["b"].Stats().Loaded })
+	back()
+	s.serve("a")
+	s.serve("b")
+	with, err := os.ReadFile(filepath.Join(s.dir, "Caddyfile"))
+	require.NoError(t, err)
+	s.reloaded(s.withoutBroker)
+	s.until("both are unloaded again", func() bool { return !s.servers["a"].Stats().Loaded && !s.servers["b"].Stats().Loaded })
+	for _, name := range []string{"a", "b"} { // by hand: nobody knows of it
+		resp, err := http.Post("http://"+s.servers[name].Addr()+"/api/admin/load", "", nil)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+	}
+	calls := s.unloadCalls()
+	for range 8 { // Caddy starts its apps in any order
+		bad := s.adminDo("POST", "/load", "text/caddyfile", string(with)+"\nhttp://"+occupied(t)+" {\nbind 127.0.0.1\nrespond hi\n}\n")
+		require.Equal(t, 400, bad.status)
+	}
+	require.Equal(t, calls, s.unloadCalls())
+	require.True(t, s.servers["a"].Stats().Loaded)
+	s.reloaded(func(string) string { return string(with) })
+	s.serve("a")
+	require.Equal(t, calls, s.unloadCalls())
 }
