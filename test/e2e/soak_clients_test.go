@@ -48,6 +48,7 @@ type asked struct {
 
 	began, sent time.Time // sent: when the body was read to its end, or the request began
 	leaves      bool      // its client may leave
+	gone        bool      // its time was up when its answer came
 	got         answer
 	major       int // of HTTP
 	conn        string
@@ -245,6 +246,7 @@ func (c *soaker) leaver(context.Context) {
 	}
 	a.leaves = true
 	c.send(ctx, a)
+	a.gone = ctx.Err() != nil
 	c.k.judge(a, exactly(want))
 }
 

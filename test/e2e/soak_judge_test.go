@@ -50,6 +50,8 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 	case got.err != nil && a.leaves && errors.Is(got.err, context.DeadlineExceeded) && got.took < answerWithin:
 		k.spells.begin(spellLeft, a.consumer, a.id)()
 		return left
+	case got.err == nil && a.gone && got.status == 499: // what is said to one that leaves came through just before it was gone
+		return left
 	case got.err != nil && k.hard.Err() != nil:
 		return left
 	case got.err != nil && got.status == 0:
