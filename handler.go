@@ -247,7 +247,7 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 			return j.fail(w, r, err)
 		}
 		j.tell(w, r)
-		err := j.run(w, r, next)
+		err := j.run(r, next)
 		var dial reverseproxy.DialError
 		switch {
 		case err == nil:
@@ -365,7 +365,7 @@ func timing(queued, loading time.Duration) string {
 }
 
 // run calls next, and gives the place back whatever becomes of it.
-func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) (err error) {
+func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 	j.status, j.detached, j.abort = 0, nil, nil // it may be the second try
 	inner, completed := r, false
 	switch {
@@ -401,6 +401,9 @@ func (j *job) run(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler
 	}()
 	err = next.ServeHTTP(j, inner)
 	completed = true
+	if j.status != 0 && (j.isCut.Load() || ranOut(inner)) { // reverse_proxy may take it for a client that left: what is cut must not look whole
+		panic(http.ErrAbortHandler)
+	}
 	if err != nil && j.status == 0 && ranOut(inner) {
 		return &failure{status: http.StatusGatewayTimeout, code: string(scheduler.BudgetExceeded),
 			message: fmt.Sprintf("consumer %q had no answer within max_run %s", j.handler.Consumer, j.handler.maxRun)}
