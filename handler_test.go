@@ -244,9 +244,6 @@ func handleWarm(b *testing.B) {
 func BenchmarkHandlerWithEmptyNext(b *testing.B) { handleWarm(b) }
 
 func TestAlone_HandlerWithEmptyNextTakesAtMost5Microseconds(t *testing.T) {
-	if os.Getenv("GPU_BROKER_RACE") != "" {
-		t.Skip("bounds on time are not checked under the race detector")
-	}
 	r := testing.Benchmark(handleWarm)
 	t.Logf("%s %s", r, r.MemString())
 	require.LessOrEqual(t, r.NsPerOp(), int64(5000))

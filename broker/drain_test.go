@@ -46,7 +46,7 @@ func TestADrainWaitsForRunningJobsAndRefusesOthers(t *testing.T) {
 				require.Equal(t, scheduler.Draining, w.refused(t, "a"))
 				require.Equal(t, which == "", w.Status().Scheduler.Draining)
 				require.True(t, w.Status().Consumers["a"].Draining)
-				time.Sleep(time.Hour) // of the bubble's clock
+				pass(time.Hour)
 				require.Empty(t, drained, "a job runs still")
 				l.Release(scheduler.Served)
 				require.NoError(t, <-drained)
@@ -86,7 +86,7 @@ func TestADrainWaitsForWorkThatGoesOnAtTheServer(t *testing.T) {
 		drained := make(chan error, 2)
 		go func() { drained <- w.Drain(context.Background(), "a") }()
 		go func() { drained <- w.Drain(context.Background(), "") }()
-		time.Sleep(time.Minute) // of the bubble's clock
+		pass(time.Minute)
 		require.Empty(t, drained)
 		s.mu.Lock()
 		s.busy = false
@@ -161,7 +161,7 @@ func TestARetiredBrokerServesThoseThatWaitThenUnloadsAll(t *testing.T) {
 		w.Pop(w.gen)
 		retired := make(chan struct{})
 		go func() { w.Retire(context.Background()); close(retired) }()
-		time.Sleep(time.Minute) // of the bubble's clock
+		pass(time.Minute)
 		l.Release(scheduler.Served)
 		l = <-got
 		require.NotZero(t, l, "who waited is served")
@@ -190,7 +190,7 @@ func TestABrokerThatComesBackTakesUpWhatIsStillThere(t *testing.T) {
 				w.Retire(ctx)
 				require.NoError(t, w.Push(w.generation(t, func(b *config.Broker) { b.Scheduler = mode }, server("a", 4*gpu.GiB))))
 				l.Release(scheduler.Served)
-				time.Sleep(time.Minute) // of the bubble's clock
+				pass(time.Minute)
 				w.serves(t, "a")
 				require.Equal(t, 1, w.servers["a"].count(&w.servers["a"].loads))
 				require.Zero(t, w.servers["a"].count(&w.servers["a"].unloads))

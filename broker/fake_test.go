@@ -18,6 +18,10 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
+// pass lets time go by on the clock of a synctest bubble, which waits for nothing
+// but that everything else in the bubble has come to rest.
+func pass(d time.Duration) { time.Sleep(d) }
+
 // fakeGPU is a GPU whose memory the fake servers move.
 type fakeGPU struct {
 	mu    sync.Mutex

@@ -112,10 +112,10 @@ func TestAPendingConfigurationHasNoEffect(t *testing.T) {
 		elsewhere := &fakeGPU{total: 1 * gpu.GiB}
 		b, fresh := w.made(t, "new", func(b *config.Broker) { b.Scheduler, b.MaxQueue = config.Passthrough, 1 }, "a", "c")
 		b.Sampler, b.SamplerKey = elsewhere, "elsewhere"
-		time.Sleep(10 * time.Second) // of the bubble's clock
+		pass(10 * time.Second)
 		before := w.Status()
 		require.NoError(t, w.Push(b))
-		time.Sleep(time.Minute) // of the bubble's clock
+		pass(time.Minute)
 		require.Equal(t, []string{"a", "b"}, w.Names())
 		require.False(t, w.Knows("c"))
 		require.False(t, isDone(b.Ruled()))
@@ -141,7 +141,7 @@ func TestAPendingConfigurationHasNoEffect(t *testing.T) {
 		require.Equal(t, []string{"a", "c"}, w.Names())
 		closedOnce(t, old["a"])
 		w.serves(t, "c")
-		time.Sleep(10 * time.Second) // of the bubble's clock
+		pass(10 * time.Second)
 		require.Positive(t, fresh["c"].opened[0].used.Load())
 		require.Positive(t, elsewhere.looked())
 		require.Positive(t, fresh["a"].opened[0].used.Load())
@@ -163,7 +163,7 @@ func TestAConfigurationThatIsUndoneLeavesNothing(t *testing.T) {
 		for range 2 { // two that fail, one after the other
 			b, fresh := w.made(t, "new", nil, "a", "c")
 			require.NoError(t, w.Push(b))
-			time.Sleep(time.Minute) // of the bubble's clock
+			pass(time.Minute)
 			w.Pop(b)
 			w.Pop(b) // Caddy stops it, and cleans up
 			require.True(t, isDone(b.Undone()))
@@ -249,7 +249,7 @@ func TestAConsumerThatLeavesWhileItComesBackHasAnOpenDriver(t *testing.T) {
 				require.NoError(t, w.Push(third))
 				if when.drops {
 					running.Release(scheduler.Served)
-					time.Sleep(10 * time.Second) // of the bubble's clock
+					pass(10 * time.Second)
 					require.False(t, w.Knows("b"))
 					closedOnce(t, one["b"])
 				}
@@ -265,7 +265,7 @@ func TestAConsumerThatLeavesWhileItComesBackHasAnOpenDriver(t *testing.T) {
 					running.Release(scheduler.Served)
 				}
 				if when.undone {
-					time.Sleep(10 * time.Second) // of the bubble's clock
+					pass(10 * time.Second)
 					require.False(t, w.Knows("b"))
 				} else {
 					w.serves(t, "b")
@@ -274,7 +274,7 @@ func TestAConsumerThatLeavesWhileItComesBackHasAnOpenDriver(t *testing.T) {
 						loads = 2
 					}
 					require.Equal(t, loads, w.servers["b"].count(&w.servers["b"].loads))
-					time.Sleep(10 * time.Second) // of the bubble's clock
+					pass(10 * time.Second)
 					require.Positive(t, three["b"].opened[0].used.Load())
 				}
 				w.serves(t, "a")
@@ -331,7 +331,7 @@ func TestConfigurationsInAnyOrder(t *testing.T) {
 				case 3: // one that fails
 					g := next()
 					require.NoError(t, w.Push(g))
-					time.Sleep(time.Duration(rng.IntN(3)) * time.Second) // of the bubble's clock
+					pass(time.Duration(rng.IntN(3)) * time.Second)
 					w.Pop(g)
 				case 4: // one that takes its time, or several
 					g := next()
@@ -354,7 +354,7 @@ func TestConfigurationsInAnyOrder(t *testing.T) {
 						l.Release(scheduler.Served)
 					}
 					leases = nil
-					time.Sleep(time.Duration(rng.IntN(5)) * time.Second) // of the bubble's clock
+					pass(time.Duration(rng.IntN(5)) * time.Second)
 				}
 				g := w.current.Load()
 				w.mu.Lock()

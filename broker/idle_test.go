@@ -27,7 +27,7 @@ func (w *world) job(t testing.TB, name string, lasts time.Duration) Lease {
 	l, err := w.Acquire(context.Background(), Request{Consumer: name})
 	require.NoError(t, err)
 	w.servers[name].begin()
-	time.Sleep(lasts) // of the bubble's clock
+	pass(lasts)
 	w.servers[name].end()
 	return l
 }
@@ -68,13 +68,13 @@ func TestAnIdleUnloadNeverMeetsAJob(t *testing.T) {
 					early := make(chan struct{})
 					ends := now.Add(time.Duration(rng.IntN(1000)) * time.Microsecond)
 					timer := time.AfterFunc(ends.Add(timeout+offset).Sub(now), func() { close(early) })
-					time.Sleep(ends.Sub(now)) // of the bubble's clock
+					pass(ends.Sub(now))
 					unloads, loads := s.count(&s.unloads), s.count(&s.loads)
 					l.Release(scheduler.Served)
 					if rng.IntN(2) == 0 {
 						timer.Stop()
-						time.Sleep(timeout + offset - time.Microsecond) // of the bubble's clock
-						time.Sleep(time.Microsecond)                    // its timer is set after the broker's
+						pass(timeout + offset - time.Microsecond)
+						pass(time.Microsecond) // its timer is set after the broker's
 					} else {
 						<-early
 					}
@@ -117,19 +117,19 @@ func TestAnIdleServerIsUnloadedOnTimeThoughEverybodyLooks(t *testing.T) {
 		ended := time.Now()
 		require.Equal(t, stamp(ended.Add(time.Minute)), w.Status().Consumers["a"].UnloadAt)
 		for range 59 {
-			time.Sleep(time.Second) // of the bubble's clock
+			pass(time.Second)
 			w.Status()
 			w.Names()
 			w.Decisions()
 		}
-		time.Sleep(time.Second - 1) // of the bubble's clock
+		pass(time.Second - 1)
 		synctest.Wait()
 		require.Equal(t, "READY", w.Status().Consumers["a"].Slots[0].State)
-		time.Sleep(time.Nanosecond) // of the bubble's clock
+		pass(time.Nanosecond)
 		synctest.Wait()
 		require.Equal(t, "STOPPING", w.Status().Consumers["a"].Slots[0].State)
 		require.Empty(t, w.Status().Consumers["a"].UnloadAt)
-		time.Sleep(2 * time.Second) // of the bubble's clock
+		pass(2 * time.Second)
 		require.EqualValues(t, 1, w.Status().Scheduler.IdleUnloads)
 		require.Equal(t, "IDLE", w.Status().Consumers["a"].Slots[0].State)
 	})
@@ -142,14 +142,14 @@ func TestAnIdleUnloadThatFailsIsTriedUntilItWorks(t *testing.T) {
 		s := w.servers["a"]
 		s.unload, s.refuse = 0, errors.New("500 Internal Server Error")
 		w.job(t, "a", time.Second).Release(scheduler.Served)
-		time.Sleep(time.Minute + 7*time.Second + time.Millisecond) // of the bubble's clock: after 0, 1, 3 and 7 s
+		pass(time.Minute + 7*time.Second + time.Millisecond) // after 0, 1, 3 and 7 s
 		synctest.Wait()
 		require.Equal(t, 4, s.count(&s.unloads))
 		require.EqualValues(t, 4, w.Status().Scheduler.UnloadFailures)
 		s.mu.Lock()
 		s.refuse = nil
 		s.mu.Unlock()
-		time.Sleep(10 * time.Second) // of the bubble's clock
+		pass(10 * time.Second)
 		require.EqualValues(t, 1, w.Status().Scheduler.IdleUnloads)
 	})
 }
@@ -159,7 +159,7 @@ func TestAnUnloadByHandOfWhatIsIdleUnloadedJustNowIsDoneWithIt(t *testing.T) {
 		w := newWorld(t, idleAfter(time.Minute), server("a", 4*gpu.GiB))
 		defer w.Close()
 		w.job(t, "a", time.Second).Release(scheduler.Served)
-		time.Sleep(time.Minute + time.Millisecond) // of the bubble's clock
+		pass(time.Minute + time.Millisecond)
 		require.NoError(t, w.UnloadByHand(context.Background(), "a", false))
 		require.Equal(t, 1, w.servers["a"].count(&w.servers["a"].unloads))
 	})

@@ -94,14 +94,14 @@ func TestWhatWasLearntIsSavedAtMostOnceAMinuteAndOnlyIfItChanged(t *testing.T) {
 		store := &fakeStore{}
 		w, logs := keeps(t, store, server("a", 4*gpu.GiB))
 		defer w.Close()
-		time.Sleep(10 * time.Minute) // of the bubble's clock
+		pass(10 * time.Minute)
 		require.Zero(t, store.saved(), "nothing was learnt")
 		w.serves(t, "a")
-		time.Sleep(10 * time.Minute) // of the bubble's clock
+		pass(10 * time.Minute)
 		require.Equal(t, 1, store.saved())
 		for range 300 {
 			w.serves(t, "a")
-			time.Sleep(2 * time.Second) // of the bubble's clock
+			pass(2 * time.Second)
 		}
 		require.InDelta(t, 11, store.saved(), 1)
 		_, saves := store.now()
@@ -128,7 +128,7 @@ func TestWhatWasLearntIsThereFromTheStart(t *testing.T) {
 		w, _ := keeps(t, store, server("a", 4*gpu.GiB), server("b", 14*gpu.GiB))
 		w.servers["a"].load = 1234567891 * time.Nanosecond // no number of any roundness survives a careless way to write it
 		w.serves(t, "a")
-		time.Sleep(3 * time.Second) // of the bubble's clock
+		pass(3 * time.Second)
 		w.serves(t, "b")
 		w.Close()
 		before := w.Status().Consumers["a"]
@@ -140,7 +140,7 @@ func TestWhatWasLearntIsThereFromTheStart(t *testing.T) {
 		require.Equal(t, before.LastUsed, after.LastUsed)
 		require.Equal(t, before.Slots[0].SwitchCostS, after.Slots[0].SwitchCostS)
 		require.Equal(t, before.Slots[0].Measured, after.Slots[0].Measured)
-		time.Sleep(10 * time.Minute) // of the bubble's clock
+		pass(10 * time.Minute)
 		w.Close()
 		require.Equal(t, saved, string(store.doc), "b is not there now, and not forgotten")
 		require.Len(t, store.saves, 1, "nothing has changed")
@@ -203,12 +203,12 @@ func TestTroubleWithTheStoreCostsNothingElse(t *testing.T) {
 		require.Empty(t, logs.TakeAll())
 		store.set(errors.New("the network is down"))
 		w.serves(t, "a")
-		time.Sleep(3*time.Minute + time.Second) // of the bubble's clock
+		pass(3*time.Minute + time.Second)
 		require.Equal(t, 3, store.saved(), "it is tried again")
 		require.Len(t, logs.TakeAll(), 3)
 		w.serves(t, "a")
 		store.set(nil)
-		time.Sleep(time.Minute) // of the bubble's clock
+		pass(time.Minute)
 		doc, _ := store.now()
 		require.NotEmpty(t, doc)
 		require.Empty(t, logs.All())
@@ -223,7 +223,7 @@ func TestADocumentThatCannotBeReadIsNotWrittenOver(t *testing.T) {
 		require.Empty(t, store.aside)
 		store.set(nil)
 		w.serves(t, "a")
-		time.Sleep(3 * time.Minute) // of the bubble's clock
+		pass(3 * time.Minute)
 		w.Close()
 		doc, saves := store.now()
 		require.Equal(t, "good", string(doc))
@@ -257,14 +257,14 @@ func (*stubborn) SetAside(context.Context, []byte) (string, error) {
 func TestWithoutAConfigurationTheStoreIsNotTouched(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := New()
-		time.Sleep(10 * time.Minute) // of the bubble's clock
+		pass(10 * time.Minute)
 		b.Close()
 
 		store := &fakeStore{}
 		w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
 		w.gen = w.generation(t, nil, server("a", 4*gpu.GiB))
-		w.gen.Store = store          // as for `caddy validate`
-		time.Sleep(10 * time.Minute) // of the bubble's clock
+		w.gen.Store = store // as for `caddy validate`
+		pass(10 * time.Minute)
 		w.Close()
 		require.Zero(t, store.loads+len(store.saves))
 	})
@@ -279,11 +279,11 @@ func TestTheDocumentIsReadOnceAndTheRulingConfigurationsStoreIsWritten(t *testin
 		next := w.generation(t, nil, server("a", 4*gpu.GiB))
 		next.Store = second
 		require.NoError(t, w.Push(next))
-		time.Sleep(time.Minute + time.Second) // of the bubble's clock
+		pass(time.Minute + time.Second)
 		require.Equal(t, 1, first.saved())
 		w.Pop(w.gen)
 		w.serves(t, "a")
-		time.Sleep(time.Minute) // of the bubble's clock
+		pass(time.Minute)
 		require.Equal(t, 1, first.saved())
 		require.Equal(t, 1, second.saved())
 		require.Zero(t, second.loads)

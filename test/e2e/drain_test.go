@@ -59,57 +59,51 @@ func (s *site) streams(name, query string) <-chan answer {
 
 func TestDrainedConsumerRefusesWhoWaitsAndWhoComesAndLetsThoseEndThatRun(t *testing.T) {
 	t.Parallel()
-	for _, c := range []struct {
-		name  string
-		https bool
-	}{{"HTTP/1.1", false}, {"HTTP/2", true}} {
-		t.Run(c.name, func(t *testing.T) {
-			t.Parallel()
-			a := plainModel("a", 4, "bypass GET /audio/*\ntouch GET /health")
-			s := start(t, layout{HTTPS: c.https, Consumers: []consumer{a, plainModel("b", 4, "lock none")}})
-			s.serve("a")
-			stream := s.streams("a", "events=60&ms=50")
-			waits := []<-chan answer{s.send("POST", "/a/synthesize", "x"), s.send("POST", "/a/synthesize", "x")}
-			s.waitQueued("a", 2)
-			drain := s.byHand("consumers/a/drain")
-			for _, w := range waits {
-				doc := s.turnedAway(s.await(w))
-				require.Equal(t, "a", doc.Consumer)
-				require.Contains(t, doc.Message, "drained")
-			}
-			require.Equal(t, "a", s.turnedAway(s.post("/a/synthesize", "x")).Consumer)
-			require.Equal(t, "a", s.turnedAway(s.post("/a/synthesize", strings.Repeat("x", 100<<10))).Consumer, "one with a body that is read ahead")
-			st := s.status()
-			require.True(t, st.Consumers["a"].Draining)
-			require.False(t, st.Consumers["b"].Draining)
-			require.False(t, st.Scheduler.Draining)
-			require.Equal(t, 1, st.Consumers["a"].Active)
-			s.serve("b") // others are unaffected
-			require.Equal(t, 200, s.get("/a/audio/big?bytes=1000").status, "what needs no GPU passes")
-			require.Equal(t, 200, s.get("/a/health").status)
-			require.Equal(t, 200, s.do(t.Context(), "HEAD", "/a/synthesize", nil).status)
-			require.Equal(t, 204, s.do(t.Context(), "OPTIONS", "/a/synthesize", nil).status)
+	overBothVersions(t, func(t *testing.T, https bool) {
+		a := plainModel("a", 4, "bypass GET /audio/*\ntouch GET /health")
+		s := start(t, layout{HTTPS: https, Consumers: []consumer{a, plainModel("b", 4, "lock none")}})
+		s.serve("a")
+		stream := s.streams("a", "events=60&ms=50")
+		waits := []<-chan answer{s.send("POST", "/a/synthesize", "x"), s.send("POST", "/a/synthesize", "x")}
+		s.waitQueued("a", 2)
+		drain := s.byHand("consumers/a/drain")
+		for _, w := range waits {
+			doc := s.turnedAway(s.await(w))
+			require.Equal(t, "a", doc.Consumer)
+			require.Contains(t, doc.Message, "drained")
+		}
+		require.Equal(t, "a", s.turnedAway(s.post("/a/synthesize", "x")).Consumer)
+		require.Equal(t, "a", s.turnedAway(s.post("/a/synthesize", strings.Repeat("x", 100<<10))).Consumer, "one with a body that is read ahead")
+		st := s.status()
+		require.True(t, st.Consumers["a"].Draining)
+		require.False(t, st.Consumers["b"].Draining)
+		require.False(t, st.Scheduler.Draining)
+		require.Equal(t, 1, st.Consumers["a"].Active)
+		s.serve("b") // others are unaffected
+		require.Equal(t, 200, s.get("/a/audio/big?bytes=1000").status, "what needs no GPU passes")
+		require.Equal(t, 200, s.get("/a/health").status)
+		require.Equal(t, 200, s.do(t.Context(), "HEAD", "/a/synthesize", nil).status)
+		require.Equal(t, 204, s.do(t.Context(), "OPTIONS", "/a/synthesize", nil).status)
 
-			require.Zero(t, len(stream)+len(drain), "the stream runs, and the call waits for it")
-			require.Equal(t, modelserver.StreamBytes(60), s.ok(stream).body)
-			over := s.await(drain)
-			require.NoError(t, over.err)
-			require.Equal(t, 200, over.status, "%s", over.body)
-			require.JSONEq(t, `{"consumer":"a","done":true}`, string(over.body))
-			ends := times(s.servers["a"], modelserver.EventWorkEnd)
-			require.Len(t, ends, 2)
-			require.True(t, over.at.After(ends[1]), "it answers when the stream is over")
-			require.Equal(t, 200, s.await(s.byHand("consumers/a/drain")).status, "again: nothing runs")
-			require.Equal(t, "READY", s.state("a"), "it stays loaded")
-			s.turnedAway(s.post("/a/synthesize", "x"))
+		require.Zero(t, len(stream)+len(drain), "the stream runs, and the call waits for it")
+		require.Equal(t, modelserver.StreamBytes(60), s.ok(stream).body)
+		over := s.await(drain)
+		require.NoError(t, over.err)
+		require.Equal(t, 200, over.status, "%s", over.body)
+		require.JSONEq(t, `{"consumer":"a","done":true}`, string(over.body))
+		ends := times(s.servers["a"], modelserver.EventWorkEnd)
+		require.Len(t, ends, 2)
+		require.True(t, over.at.After(ends[1]), "it answers when the stream is over")
+		require.Equal(t, 200, s.await(s.byHand("consumers/a/drain")).status, "again: nothing runs")
+		require.Equal(t, "READY", s.state("a"), "it stays loaded")
+		s.turnedAway(s.post("/a/synthesize", "x"))
 
-			s.doByHand("consumers/a/resume")
-			require.False(t, s.status().Consumers["a"].Draining)
-			s.serve("a")
-			require.Equal(t, 1, s.servers["a"].Stats().Loads)
-			require.Zero(t, s.unloadCalls())
-		})
-	}
+		s.doByHand("consumers/a/resume")
+		require.False(t, s.status().Consumers["a"].Draining)
+		s.serve("a")
+		require.Equal(t, 1, s.servers["a"].Stats().Loads)
+		require.Zero(t, s.unloadCalls())
+	})
 }
 
 func TestDrainOfAll(t *testing.T) {

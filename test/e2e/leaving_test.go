@@ -97,39 +97,33 @@ func (s *site) oneAtATime(name string) {
 
 func TestClientThatLeavesMidStreamReleasesOnce(t *testing.T) {
 	t.Parallel()
-	for _, c := range []struct {
-		name  string
-		https bool
-	}{{"HTTP/1.1", false}, {"HTTP/2", true}} {
-		t.Run(c.name, func(t *testing.T) {
-			t.Parallel()
-			s := start(t, layout{HTTPS: c.https, Consumers: []consumer{mvoice(), whisper()}})
-			voice := s.servers["mvoice"]
-			ctx, leave := context.WithCancel(t.Context())
-			defer leave()
-			req, err := http.NewRequestWithContext(ctx, "GET", s.url+"/mvoice/stream?events=100000&ms=10", nil)
-			require.NoError(t, err)
-			resp, err := s.client.Do(req)
-			require.NoError(t, err)
-			defer resp.Body.Close()
-			_, err = io.ReadFull(resp.Body, make([]byte, 100))
-			require.NoError(t, err)
-			require.Equal(t, 1, s.status().Consumers["mvoice"].Active)
-			leave()
-			s.until("the place is free", func() bool { return s.status().Consumers["mvoice"].Active == 0 })
-			require.NoError(t, voice.WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Aborted == 1 }), "the server hears of it")
-			require.Empty(t, s.status().GPUs[0].Lock)
+	overBothVersions(t, func(t *testing.T, https bool) {
+		s := start(t, layout{HTTPS: https, Consumers: []consumer{mvoice(), whisper()}})
+		voice := s.servers["mvoice"]
+		ctx, leave := context.WithCancel(t.Context())
+		defer leave()
+		req, err := http.NewRequestWithContext(ctx, "GET", s.url+"/mvoice/stream?events=100000&ms=10", nil)
+		require.NoError(t, err)
+		resp, err := s.client.Do(req)
+		require.NoError(t, err)
+		defer resp.Body.Close()
+		_, err = io.ReadFull(resp.Body, make([]byte, 100))
+		require.NoError(t, err)
+		require.Equal(t, 1, s.status().Consumers["mvoice"].Active)
+		leave()
+		s.until("the place is free", func() bool { return s.status().Consumers["mvoice"].Active == 0 })
+		require.NoError(t, voice.WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Aborted == 1 }), "the server hears of it")
+		require.Empty(t, s.status().GPUs[0].Lock)
 
-			s.oneAtATime("mvoice")
-			require.Equal(t, 200, s.post("/whisper/inference", "others too").status)
-			s.idle("whisper")
-			st := s.status()
-			require.EqualValues(t, 6, st.Scheduler.TotalJobs)
-			require.EqualValues(t, 5, st.Consumers["mvoice"].TotalRequests)
-			require.EqualValues(t, 1, st.Consumers["whisper"].TotalRequests)
-			require.Zero(t, st.Scheduler.InFlight)
-		})
-	}
+		s.oneAtATime("mvoice")
+		require.Equal(t, 200, s.post("/whisper/inference", "others too").status)
+		s.idle("whisper")
+		st := s.status()
+		require.EqualValues(t, 6, st.Scheduler.TotalJobs)
+		require.EqualValues(t, 5, st.Consumers["mvoice"].TotalRequests)
+		require.EqualValues(t, 1, st.Consumers["whisper"].TotalRequests)
+		require.Zero(t, st.Scheduler.InFlight)
+	})
 }
 
 func TestClientThatLeavesBeforeTheFirstByteOfItsAnswerReleasesOnce(t *testing.T) {

@@ -257,19 +257,26 @@ func TestFC04_FiveWaitersOfWhichTheFirstLeavesGetFourAnswersFromOneLoad(t *testi
 	}
 }
 
-func TestLoadThatNobodyWaitsForGivesWayAndLeavesNothingBooked(t *testing.T) {
-	t.Parallel()
-	const abandon = 300 * time.Millisecond
-	s := start(t, layout{Global: "abandon_after " + abandon.String(), Consumers: []consumer{slowLoad("a", 9, 3*time.Second), plainModel("b", 9)}})
+// leavesLoadBehind is a client that leaves while a is loaded for it, and a request that wants a's room for b.
+func (s *site) leavesLoadBehind() (wants <-chan answer, left time.Time) {
+	s.t.Helper()
 	ctx, leave := context.WithCancel(context.Background())
 	defer leave()
 	first := s.goCtx(ctx, "POST", "/a/synthesize", "x")
 	s.waitState("a", "LOADING")
-	wants := s.send("POST", "/b/synthesize", "x")
+	wants = s.send("POST", "/b/synthesize", "x")
 	s.waitQueued("b", 1)
 	leave()
-	left := time.Now()
-	require.ErrorIs(t, s.await(first).err, context.Canceled)
+	left = time.Now()
+	require.ErrorIs(s.t, s.await(first).err, context.Canceled)
+	return wants, left
+}
+
+func TestLoadThatNobodyWaitsForGivesWayAndLeavesNothingBooked(t *testing.T) {
+	t.Parallel()
+	const abandon = 300 * time.Millisecond
+	s := start(t, layout{Global: "abandon_after " + abandon.String(), Consumers: []consumer{slowLoad("a", 9, 3*time.Second), plainModel("b", 9)}})
+	wants, left := s.leavesLoadBehind()
 	s.waitState("a", "STOPPING")
 	require.GreaterOrEqual(t, time.Since(left), abandon-50*time.Millisecond, "not before")
 	require.Less(t, time.Since(left), abandon+time.Second, "nor much later")
@@ -307,15 +314,7 @@ func TestLoadThatIsJoinedAgainInTimeGoesOn(t *testing.T) {
 	t.Parallel()
 	const abandon = 700 * time.Millisecond
 	s := start(t, layout{Global: "abandon_after " + abandon.String(), Consumers: []consumer{slowLoad("a", 9, 2500*time.Millisecond), plainModel("b", 9)}})
-	ctx, leave := context.WithCancel(context.Background())
-	defer leave()
-	first := s.goCtx(ctx, "POST", "/a/synthesize", "x")
-	s.waitState("a", "LOADING")
-	wants := s.send("POST", "/b/synthesize", "x")
-	s.waitQueued("b", 1)
-	leave()
-	require.ErrorIs(t, s.await(first).err, context.Canceled)
-	left := time.Now()
+	wants, left := s.leavesLoadBehind()
 	joins := s.send("POST", "/a/synthesize", "x")
 	s.waitQueued("a", 1)
 	require.Less(t, time.Since(left), abandon, "in time")

@@ -298,102 +298,96 @@ func nth(base string, i int, extra string) string {
 
 func TestFiftyReloadsUnderLoadLoseNothing(t *testing.T) {
 	t.Parallel()
-	for _, c := range []struct {
-		name  string
-		https bool
-	}{{"HTTP/1.1", false}, {"HTTP/2", true}} {
-		t.Run(c.name, func(t *testing.T) {
-			t.Parallel()
-			k := newStorm(t, c.https)
-			extra, err := modelserver.Start(modelserver.Options{Name: "extra", SimDir: k.sim, VRAM: gib(1)})
-			require.NoError(t, err)
-			t.Cleanup(func() { _ = extra.Close() })
-			k.chat()
-			k.watch()
-			base := k.caddyfileNow()
-			kinds := spoilers(occupied(t))
-			fresh := k.newClient()
-			fresh.Transport.(*http.Transport).DisableKeepAlives = true
+	overBothVersions(t, func(t *testing.T, https bool) {
+		k := newStorm(t, https)
+		extra, err := modelserver.Start(modelserver.Options{Name: "extra", SimDir: k.sim, VRAM: gib(1)})
+		require.NoError(t, err)
+		t.Cleanup(func() { _ = extra.Close() })
+		k.chat()
+		k.watch()
+		base := k.caddyfileNow()
+		kinds := spoilers(occupied(t))
+		fresh := k.newClient()
+		fresh.Transport.(*http.Transport).DisableKeepAlives = true
 
-			ruling, failed := 0, 0
-			began := time.Now()
-			for i := 1; i <= 50; i++ {
-				if i%10 == 4 && i < 40 {
-					k.chill(i / 10)
-				}
-				text := nth(base, i, extra.Addr())
-				if i%5 == 3 { // ten of them
-					way := kinds[failed%len(kinds)]
-					failed++
-					a := k.adminDo("POST", "/load", "text/caddyfile", way.spoil(text))
-					require.Equal(t, 400, a.status, "%s: %s", way.name, a.body)
-					require.Contains(t, string(a.body), way.want, way.name)
-				} else {
-					a := k.adminDo("POST", "/load", "text/caddyfile", text)
-					require.Equal(t, 200, a.status, "%s", a.body)
-					ruling = i
-				}
-				k.until(fmt.Sprintf("configuration %d rules", ruling), func() bool {
-					a := k.doWith(fresh, context.Background(), "GET", "/hello", nil)
-					return a.err == nil && string(a.body) == strconv.Itoa(ruling)
-				})
-				require.EqualValues(t, ruling, k.statusWith(fresh).Consumers["turns"].StayWarmS, "reload %d", i)
+		ruling, failed := 0, 0
+		began := time.Now()
+		for i := 1; i <= 50; i++ {
+			if i%10 == 4 && i < 40 {
+				k.chill(i / 10)
 			}
-			took := time.Since(began)
-			require.Equal(t, 10, failed)
-			defer func() {
-				if t.Failed() {
-					k.lament()
-				}
-			}()
-			k.until("the cold ones are served", func() bool {
-				for i := range 4 {
-					if _, ok := k.perConsumer.Load("cold" + strconv.Itoa(i)); !ok {
-						return false
-					}
-				}
-				return true
+			text := nth(base, i, extra.Addr())
+			if i%5 == 3 { // ten of them
+				way := kinds[failed%len(kinds)]
+				failed++
+				a := k.adminDo("POST", "/load", "text/caddyfile", way.spoil(text))
+				require.Equal(t, 400, a.status, "%s: %s", way.name, a.body)
+				require.Contains(t, string(a.body), way.want, way.name)
+			} else {
+				a := k.adminDo("POST", "/load", "text/caddyfile", text)
+				require.Equal(t, 200, a.status, "%s", a.body)
+				ruling = i
+			}
+			k.until(fmt.Sprintf("configuration %d rules", ruling), func() bool {
+				a := k.doWith(fresh, context.Background(), "GET", "/hello", nil)
+				return a.err == nil && string(a.body) == strconv.Itoa(ruling)
 			})
-			k.end()
-
-			sent, good, unread, bad := k.ours.counts()
-			plainSent, plainGood, plainUnread, plainBad := k.plain.counts()
-			t.Logf("50 reloads in %s; broker: %d requests, %d good, %d that Caddy never read; plain reverse_proxy: %d, %d, %d",
-				took.Round(time.Millisecond), sent, good, len(unread), plainSent, plainGood, len(plainUnread))
-			require.Empty(t, bad)
-			require.Empty(t, plainBad)
-			require.Greater(t, good, 500, "there was load")
-			// A connection that ends while its next request is on the way is a race of HTTP itself. It is none
-			// if Caddy has read the request: then it is in the access log.
-			read := k.urisRead()
-			for _, uri := range unread {
-				require.NotContains(t, read, uri, "it was read, and got no answer")
+			require.EqualValues(t, ruling, k.statusWith(fresh).Consumers["turns"].StayWarmS, "reload %d", i)
+		}
+		took := time.Since(began)
+		require.Equal(t, 10, failed)
+		defer func() {
+			if t.Failed() {
+				k.lament()
 			}
-			require.LessOrEqual(t, len(unread), 2*len(plainUnread)+10, "by chance they differ, but not by so much: %v against %v", unread, plainUnread)
-
-			k.until("all is over", func() bool {
-				st := k.statusWith(fresh)
-				return st.Scheduler.InFlight == 0 && st.Scheduler.QueueDepth == 0
-			})
-			st := k.statusWith(fresh)
-			require.EqualValues(t, len(k.servers), st.Scheduler.Loads, "each once; ui's is its first job")
-			require.Zero(t, st.Scheduler.Evictions+st.Scheduler.LoadFailures+st.Scheduler.UnloadFailures+st.Scheduler.Refused)
-			for name, srv := range k.servers {
-				now := srv.Stats()
-				require.Zero(t, now.UnloadCalls, name)
-				require.Zero(t, st.Consumers[name].Active, name)
-				if name == "ui" {
-					continue
+		}()
+		k.until("the cold ones are served", func() bool {
+			for i := range 4 {
+				if _, ok := k.perConsumer.Load("cold" + strconv.Itoa(i)); !ok {
+					return false
 				}
-				require.Equal(t, 1, now.LoadsStarted, name)
-				n, ok := k.perConsumer.Load(name)
-				require.True(t, ok, name)
-				require.EqualValues(t, n.(*atomic.Int64).Load(), now.Worked, "%s: each request was worked on once", name)
 			}
-			require.Zero(t, extra.Stats().UnloadCalls+extra.Stats().LoadsStarted)
-			k.watchEnded()
+			return true
 		})
-	}
+		k.end()
+
+		sent, good, unread, bad := k.ours.counts()
+		plainSent, plainGood, plainUnread, plainBad := k.plain.counts()
+		t.Logf("50 reloads in %s; broker: %d requests, %d good, %d that Caddy never read; plain reverse_proxy: %d, %d, %d",
+			took.Round(time.Millisecond), sent, good, len(unread), plainSent, plainGood, len(plainUnread))
+		require.Empty(t, bad)
+		require.Empty(t, plainBad)
+		require.Greater(t, good, 500, "there was load")
+		// A connection that ends while its next request is on the way is a race of HTTP itself. It is none
+		// if Caddy has read the request: then it is in the access log.
+		read := k.urisRead()
+		for _, uri := range unread {
+			require.NotContains(t, read, uri, "it was read, and got no answer")
+		}
+		require.LessOrEqual(t, len(unread), 2*len(plainUnread)+10, "by chance they differ, but not by so much: %v against %v", unread, plainUnread)
+
+		k.until("all is over", func() bool {
+			st := k.statusWith(fresh)
+			return st.Scheduler.InFlight == 0 && st.Scheduler.QueueDepth == 0
+		})
+		st := k.statusWith(fresh)
+		require.EqualValues(t, len(k.servers), st.Scheduler.Loads, "each once; ui's is its first job")
+		require.Zero(t, st.Scheduler.Evictions+st.Scheduler.LoadFailures+st.Scheduler.UnloadFailures+st.Scheduler.Refused)
+		for name, srv := range k.servers {
+			now := srv.Stats()
+			require.Zero(t, now.UnloadCalls, name)
+			require.Zero(t, st.Consumers[name].Active, name)
+			if name == "ui" {
+				continue
+			}
+			require.Equal(t, 1, now.LoadsStarted, name)
+			n, ok := k.perConsumer.Load(name)
+			require.True(t, ok, name)
+			require.EqualValues(t, n.(*atomic.Int64).Load(), now.Worked, "%s: each request was worked on once", name)
+		}
+		require.Zero(t, extra.Stats().UnloadCalls+extra.Stats().LoadsStarted)
+		k.watchEnded()
+	})
 }
 
 // lament tells what is known of a storm that went wrong.

@@ -243,8 +243,10 @@ func (s *site) stop() {
 		s.t.Errorf("caddy did not stop")
 	}
 	log, _ := os.ReadFile(filepath.Join(s.dir, "caddy.log"))
-	if bytes.Contains(log, []byte("panic:")) || bytes.Contains(log, []byte("DATA RACE")) {
-		s.t.Errorf("caddy panicked or raced")
+	for _, bad := range []string{"panic:", "DATA RACE", `"msg":"bug"`} {
+		if at := bytes.Index(log, []byte(bad)); at >= 0 {
+			s.t.Errorf("caddy's log says %s:\n%s", bad, log[at:min(len(log), at+8000)])
+		}
 	}
 	if s.t.Failed() {
 		var ours []string
@@ -254,6 +256,16 @@ func (s *site) stop() {
 			}
 		}
 		s.t.Logf("caddy's log:\n%s", strings.Join(ours[max(0, len(ours)-100):], ""))
+	}
+}
+
+// overBothVersions runs a test over HTTP/1.1 and over HTTP/2.
+func overBothVersions(t *testing.T, test func(t *testing.T, https bool)) {
+	for name, https := range map[string]bool{"HTTP/1.1": false, "HTTP/2": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			test(t, https)
+		})
 	}
 }
 

@@ -31,36 +31,30 @@ func (s *site) open(method, path string) *http.Response {
 
 func TestFC07_StreamFlowsAtOnceAndWholeWhileAnotherWaitsForItsMemory(t *testing.T) {
 	t.Parallel()
-	for _, c := range []struct {
-		name  string
-		https bool
-	}{{"HTTP/1.1", false}, {"HTTP/2", true}} {
-		t.Run(c.name, func(t *testing.T) {
-			t.Parallel()
-			s := start(t, layout{HTTPS: c.https, Consumers: []consumer{mvoice(), image()}})
-			voice := s.servers["mvoice"]
-			resp := s.open("GET", "/mvoice/stream?events=40&ms=25")
-			require.Equal(t, "text/event-stream", resp.Header.Get("Content-Type"))
-			first := make([]byte, 10)
-			_, err := io.ReadFull(resp.Body, first)
-			require.NoError(t, err)
-			require.Zero(t, voice.Stats().Worked, "the first event comes while the others are still being made")
+	overBothVersions(t, func(t *testing.T, https bool) {
+		s := start(t, layout{HTTPS: https, Consumers: []consumer{mvoice(), image()}})
+		voice := s.servers["mvoice"]
+		resp := s.open("GET", "/mvoice/stream?events=40&ms=25")
+		require.Equal(t, "text/event-stream", resp.Header.Get("Content-Type"))
+		first := make([]byte, 10)
+		_, err := io.ReadFull(resp.Body, first)
+		require.NoError(t, err)
+		require.Zero(t, voice.Stats().Worked, "the first event comes while the others are still being made")
 
-			picture := s.send("POST", "/image/generate", "a picture")
-			s.waitQueued("image", 1)
-			rest, err := io.ReadAll(resp.Body)
-			require.NoError(t, err)
-			require.True(t, bytes.Equal(modelserver.StreamBytes(40), append(first, rest...)), "the stream must be whole")
-			require.Equal(t, 200, s.await(picture).status)
+		picture := s.send("POST", "/image/generate", "a picture")
+		s.waitQueued("image", 1)
+		rest, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		require.True(t, bytes.Equal(modelserver.StreamBytes(40), append(first, rest...)), "the stream must be whole")
+		require.Equal(t, 200, s.await(picture).status)
 
-			ended, called := times(voice, modelserver.EventWorkEnd), times(voice, modelserver.EventUnloadCall)
-			require.Len(t, ended, 1)
-			require.Len(t, called, 1)
-			require.True(t, called[0].After(ended[0]), "mvoice is unloaded after its stream")
-			require.Zero(t, voice.Stats().UnloadsWhileBusy)
-			require.Zero(t, s.servers["image"].Stats().OOMs)
-		})
-	}
+		ended, called := times(voice, modelserver.EventWorkEnd), times(voice, modelserver.EventUnloadCall)
+		require.Len(t, ended, 1)
+		require.Len(t, called, 1)
+		require.True(t, called[0].After(ended[0]), "mvoice is unloaded after its stream")
+		require.Zero(t, voice.Stats().UnloadsWhileBusy)
+		require.Zero(t, s.servers["image"].Stats().OOMs)
+	})
 }
 
 func TestEventsOfAStreamArriveOneByOne(t *testing.T) {

@@ -25,11 +25,11 @@ if [ ! -d "$installed" ]; then
 	flock 9
 	if [ ! -d "$installed" ]; then
 		started=$SECONDS
-		unfinished="$(mktemp -d "$cache_dir/client-unfinished.XXXXXX")"
-		trap 'rm -rf "$unfinished"' EXIT
-		(cd "$client_dir" && cp "${files[@]}" "$unfinished/")
-		(cd "$unfinished" && npm ci --omit=dev --ignore-scripts --no-audit --no-fund >&2)
-		mv "$unfinished" "$installed"
+		staging="$(mktemp -d "$cache_dir/client-staging.XXXXXX")"
+		trap 'rm -rf "$staging"' EXIT
+		(cd "$client_dir" && cp "${files[@]}" "$staging/")
+		(cd "$staging" && npm ci --omit=dev --ignore-scripts --no-audit --no-fund >&2)
+		mv "$staging" "$installed"
 		say "took $((SECONDS - started)) s: $installed"
 	fi
 fi
