@@ -196,9 +196,7 @@ func (j *job) done() {
 	if j.body != nil {
 		j.body.Close()
 	}
-	j.ResponseWriterWrapper, j.handler, j.repl, j.submitted, j.body, j.status, j.lease, j.leased = caddyhttp.ResponseWriterWrapper{}, nil, nil, time.Time{}, nil, 0, broker.Lease{}, false
-	j.detached, j.abort = nil, nil
-	j.isCut.Store(false)
+	*j = job{} // nobody else has it: it is on no list any more
 	jobs.Put(j)
 }
 
@@ -271,9 +269,6 @@ func (j *job) acquire(r *http.Request) error {
 	if err := h.app.waitRuled(r.Context(), h.pool.broker, h.Consumer); err != nil {
 		return err
 	}
-	if h.pool.ending.Load() { // before a body is read for nothing
-		return &failure{status: http.StatusServiceUnavailable, code: string(scheduler.Draining), message: "Caddy stops: no more requests are taken", retryAfter: 5 * time.Second}
-	}
 	req := broker.Request{Consumer: h.Consumer, Priority: broker.DefaultPriority, Budget: time.Duration(h.Budget)}
 	// The body of a CONNECT is a tunnel, such as a websocket over HTTP/2: it has no end to read to.
 	hasBody := r.ContentLength != 0 && r.Body != nil && r.Body != http.NoBody && !h.StreamBody && r.Method != http.MethodConnect
@@ -293,13 +288,9 @@ func (j *job) acquire(r *http.Request) error {
 	case j.body != nil:
 		j.body.Rewind(r)
 	case hasBody:
-		h.pool.running.add(j) // a stop does not wait for a slow upload either
-		body, err := h.pool.buffers.Read(r, h.maxBody, int64(h.app.MaxBuffered))
-		h.pool.running.remove(j)
-		if err != nil {
-			return bodyError(r, err)
+		if err := j.readAhead(r); err != nil {
+			return err
 		}
-		j.body = body
 	}
 	req.Submitted = j.submitted // zero, but for a job that is admitted once more: it keeps its time
 	lease, err := h.pool.broker.Acquire(r.Context(), req)
@@ -307,6 +298,20 @@ func (j *job) acquire(r *http.Request) error {
 		return err
 	}
 	j.lease, j.leased, j.submitted = lease, true, lease.Asked
+	return nil
+}
+
+// readAhead reads the body. A stop waits for a slow upload no longer than for those that run.
+func (j *job) readAhead(r *http.Request) (err error) {
+	h := j.handler
+	if err := h.pool.broker.Ending(h.Consumer); err != nil { // it would be read for nothing
+		return err
+	}
+	h.pool.running.add(j)
+	defer h.pool.running.remove(j)
+	if j.body, err = h.pool.buffers.Read(r, h.maxBody, int64(h.app.MaxBuffered)); err != nil {
+		return bodyError(r, err)
+	}
 	return nil
 }
 
@@ -388,13 +393,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 	running.add(j)
 	defer func() {
 		running.remove(j)
-		outcome := j.outcome(r, err, completed)
-		if ranOut(inner) && outcome == scheduler.ServerDied { // it is us who ended it
-			if outcome = scheduler.NoAnswer; j.status != 0 {
-				outcome = scheduler.Served
-			}
-		}
-		ended := j.lease.Release(outcome)
+		ended := j.lease.Release(j.outcome(r, err, completed, ranOut(inner)))
 		j.leased = false
 		j.handler.ran.Observe(ended.Sub(j.lease.Began).Seconds())
 		j.spans(r.Context(), j.lease.Began, ended)
@@ -419,17 +418,19 @@ var (
 // ranOut says whether a request has run for longer than it may.
 func ranOut(r *http.Request) bool { return errors.Is(context.Cause(r.Context()), errMaxRun) }
 
-// outcome is how the job ended, as far as the scheduler has to know.
-func (j *job) outcome(r *http.Request, err error, completed bool) scheduler.Outcome {
+// outcome is how the job ended, as far as the scheduler has to know. ranOut: it was us who ended it.
+func (j *job) outcome(r *http.Request, err error, completed, ranOut bool) scheduler.Outcome {
 	var dial reverseproxy.DialError
 	left := r.Context().Err() != nil
 	switch {
-	case !completed && left:
-		return scheduler.Served // the client left in the middle of the answer
-	case !completed:
+	case !completed && (left || ranOut && j.status != 0):
+		return scheduler.Served // it ended in the middle of the answer, and not by its server
+	case !completed && !ranOut:
 		return scheduler.ServerDied
 	case errors.As(err, &dial):
 		return scheduler.DialRefused
+	case ranOut && (!completed || err != nil && !left && j.status == 0):
+		return scheduler.NoAnswer
 	case err != nil && !left && j.status == 0:
 		return scheduler.ServerDied
 	case j.lease.Async && (j.status < 400 || j.status == statusClientLeft):

@@ -20,7 +20,6 @@ type pooled struct {
 	running runs
 	grace   graceTimer
 	lived   atomic.Bool // a configuration was in force: Caddy started it whole
-	ending  atomic.Bool // the process ends
 }
 
 var pool = caddy.NewUsagePool()

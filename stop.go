@@ -34,7 +34,6 @@ func (s stopping) Handle(_ context.Context, e caddy.Event) error {
 
 // stop refuses new and waiting requests, and lets running ones go on for so long.
 func (p *pooled) stop(grace time.Duration, log *zap.Logger) {
-	p.ending.Store(true)
 	p.broker.StopAdmitting()
 	said := false
 	p.grace.start(grace, func() (more bool) {

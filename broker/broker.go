@@ -31,7 +31,7 @@ type Broker struct {
 	sampler   *samplerLoop                // guarded by mu
 	devices   map[string]gpu.Device       // guarded by mu: the last full reading of each GPU, for display
 
-	released chan struct{} // guarded by mu: closed when a job ends; nil: nobody waits for that
+	released chan struct{} // guarded by mu: closed after the next event; nil: nobody waits for that
 	keeping  bool          // guarded by mu: the loop that saves runs
 
 	saving   sync.Mutex // guards what follows, and calls of the store
@@ -165,6 +165,7 @@ func (b *Broker) wake() {
 	b.wakeAt = time.Time{}
 	effects, wake := b.state.Step(now, scheduler.Wake{})
 	b.act(now, effects, wake)
+	b.ended()
 }
 
 // grant tells a waiter its answer.
@@ -181,7 +182,7 @@ func (b *Broker) grant(now time.Time, e scheduler.Effect, r *scheduler.Refusal) 
 	close(w.ready)
 }
 
-// ended wakes those who wait for jobs to end. It holds mu.
+// ended wakes those who wait for what an event may have ended. It holds mu.
 func (b *Broker) ended() {
 	if b.released != nil {
 		close(b.released)

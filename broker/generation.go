@@ -29,7 +29,6 @@ type Generation struct {
 	Store      Store // where what was learnt is kept; nil: nowhere
 
 	once   sync.Once
-	over   sync.Once                   // closes undone
 	ruled  chan struct{}               // see Ruled
 	undone chan struct{}               // see Undone
 	opened map[string]lifecycle.Driver // of the consumers that are new or changed, until it rules
@@ -139,35 +138,22 @@ func (b *Broker) Retire(ctx context.Context) {
 		b.act(now, effects, wake)
 	}
 	b.mu.Unlock()
-	for unused {
-		b.mu.Lock()
-		if b.released == nil {
-			b.released = make(chan struct{})
-		}
-		ended, changed, left := b.released, b.changed, len(b.consumers)
-		b.mu.Unlock()
-		if left == 0 {
-			return
-		}
-		select {
-		case <-ended:
-		case <-changed:
-		case <-b.ctx.Done():
-			return
-		case <-ctx.Done():
-			return
-		}
+	if unused {
+		_ = b.until(ctx, func() bool { return len(b.consumers) == 0 }) // either way it is over
 	}
 }
 
-// discard closes the drivers of a generation that does not rule after all.
+// discard closes the drivers of a generation that does not rule after all. It holds mu.
 func (g *Generation) discard() {
 	for _, d := range g.opened {
 		_ = d.Close()
 	}
 	g.opened = nil
-	g.once.Do(g.init)
-	g.over.Do(func() { close(g.undone) })
+	select {
+	case <-g.Undone():
+	default:
+		close(g.undone)
+	}
 }
 
 // Knows says whether there is a consumer of this name.

@@ -97,25 +97,29 @@ func (b *Broker) Drain(ctx context.Context, name string) error {
 		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
 	}
 	b.step(scheduler.Drain{Slot: name})
+	return b.until(ctx, func() bool {
+		if name == "" {
+			return b.state.Running() == 0
+		}
+		v, _ := b.state.Slot(name)
+		return v.Active+v.Held == 0
+	})
+}
+
+// until waits for what the end of a job, or another event, can bring about. over is called under mu.
+func (b *Broker) until(ctx context.Context, over func() bool) error {
 	for {
 		b.mu.Lock()
 		if b.released == nil {
 			b.released = make(chan struct{})
 		}
-		ended, active := b.released, b.state.Running()
-		if name != "" {
-			v, _ := b.state.Slot(name)
-			active = v.Active + v.Held
-		}
-		if b.closed {
-			active = 0
-		}
+		released, done := b.released, over()
 		b.mu.Unlock()
-		if active == 0 {
+		if done {
 			return nil
 		}
 		select {
-		case <-ended:
+		case <-released:
 		case <-b.ctx.Done():
 			return errors.New("the broker is stopping")
 		case <-ctx.Done():
@@ -135,6 +139,16 @@ func (b *Broker) Resume(name string) error {
 
 // StopAdmitting is Drain of all, without waiting, and for good: the process ends.
 func (b *Broker) StopAdmitting() { b.step(scheduler.Drain{Final: true}) }
+
+// Ending is the error of a request that can't be served any more because the process ends; nil: it does not.
+func (b *Broker) Ending(consumer string) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if r := b.state.Ending(); r != nil {
+		return &Refused{Refusal: *r, Consumer: consumer}
+	}
+	return nil
+}
 
 // unload is what became of an unload of a consumer since then: it may be loaded
 // again by the time that anybody looks. Neither: it is under way.

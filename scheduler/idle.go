@@ -72,6 +72,14 @@ func (s *State) drain(now time.Time, e Drain) {
 	s.pump(now)
 }
 
+// Ending is what all jobs get because the process ends; nil: it does not.
+func (s *State) Ending() *Refusal {
+	if !s.ending {
+		return nil
+	}
+	return s.drained(nil)
+}
+
 // drained is what a job gets that may not come in; nil: it may.
 func (s *State) drained(sl *slot) *Refusal {
 	switch {
