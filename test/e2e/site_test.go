@@ -243,10 +243,13 @@ func (s *site) stop() {
 		s.t.Errorf("caddy did not stop")
 	}
 	log, _ := os.ReadFile(filepath.Join(s.dir, "caddy.log"))
-	for _, bad := range []string{"panic:", "DATA RACE", `"msg":"bug"`} {
+	for _, bad := range []string{"panic:", `"msg":"bug"`} {
 		if at := bytes.Index(log, []byte(bad)); at >= 0 {
 			s.t.Errorf("caddy's log says %s:\n%s", bad, log[at:min(len(log), at+8000)])
 		}
+	}
+	for _, race := range races(log) {
+		s.t.Errorf("caddy raced:\n%s", race)
 	}
 	if s.t.Failed() {
 		var ours []string
@@ -257,6 +260,19 @@ func (s *site) stop() {
 		}
 		s.t.Logf("caddy's log:\n%s", strings.Join(ours[max(0, len(ours)-100):], ""))
 	}
+}
+
+// races are the data races in a log of a Caddy that was built with the race
+// detector, but for one of Caddy's own (2.11.9): a reverse_proxy with
+// stream_close_delay notes its timer when it is cleaned up, while a request of
+// the earlier configuration copies the handler, whose methods have value receivers.
+func races(log []byte) (found []string) {
+	for _, block := range strings.Split(string(log), "==================") {
+		if strings.Contains(block, "DATA RACE") && !strings.Contains(block, "reverseproxy.(*Handler).cleanupConnections()") {
+			found = append(found, block)
+		}
+	}
+	return found
 }
 
 // overBothVersions runs a test over HTTP/1.1 and over HTTP/2.
