@@ -51,6 +51,7 @@ func (s *site) turnedAway(a answer) errorDoc {
 // streams starts a stream of a consumer and waits until it runs.
 func (s *site) streams(name, query string) <-chan answer {
 	s.t.Helper()
+	s.client.CloseIdleConnections() // cut on a kept one before its first byte, the client would try it again by itself
 	working := s.servers[name].Stats().Working
 	out := s.send("GET", "/"+name+"/stream?"+query, "")
 	s.until(name+" streams", func() bool { return s.servers[name].Stats().Working > working })

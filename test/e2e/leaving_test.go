@@ -232,6 +232,8 @@ func TestClientThatLeavesInTheMiddleOfItsUploadIsNoError(t *testing.T) {
 			require.Equal(t, "info", got.Level)
 			s.idle("mvoice")
 			require.Empty(t, s.servers["mvoice"].Stats().Worked)
+			// What had reached the server ends there when it sees its connection closed.
+			require.NoError(t, s.servers["mvoice"].WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Working == 0 }))
 			s.oneAtATime("mvoice")
 			require.NotContains(t, string(s.adminDo("GET", "/metrics", "", "").body), `code="server_died"`, "it is not the server's fault")
 		})
