@@ -224,8 +224,10 @@ func TestFC04_FiveWaitersOfWhichTheFirstLeavesGetFourAnswersFromOneLoad(t *testi
 	for _, leavers := range []int{1, 4} {
 		t.Run(fmt.Sprintf("%d leave", leavers), func(t *testing.T) {
 			t.Parallel()
-			s := start(t, layout{Consumers: []consumer{slowLoad("m", 9, 900*time.Millisecond), plainModel("other", 9)}})
+			s := start(t, layout{Consumers: []consumer{plainModel("m", 9), plainModel("other", 9)}})
 			s.serve("other")
+			m := s.servers["m"]
+			m.SetFaults(func(f *modelserver.Faults) { f.HangLoad = true }) // its load lasts until all are there and have left
 			ctx, leave := context.WithCancel(context.Background())
 			defer leave()
 			var left, stay []<-chan answer
@@ -244,6 +246,7 @@ func TestFC04_FiveWaitersOfWhichTheFirstLeavesGetFourAnswersFromOneLoad(t *testi
 			}
 			s.waitQueued("m", len(stay))
 			require.Equal(t, "LOADING", s.state("m"))
+			m.SetFaults(func(f *modelserver.Faults) { f.HangLoad = false })
 			for _, ch := range stay {
 				s.ok(ch)
 			}
