@@ -14,6 +14,13 @@ type Request struct {
 	Priority  int           // lower is more urgent
 	Submitted time.Time     // zero: now. A request that is admitted once more keeps its time.
 	Budget    time.Duration // for queue and load; 0: the consumer's
+	Client    string        // who asks; empty: nobody in particular
+	KeepAlive time.Duration // for so long after it the consumer is no victim; 0: the consumer's own
+	StayWarm  time.Duration // for so long after it the consumer is not unloaded as idle; 0: the consumer's own
+	Cooldown  time.Duration // least time until the client's next start; 0: the configuration's
+
+	Candidates []string // the ladder, Consumer being the first of it; empty: Consumer alone
+	PinPrimary bool     // Consumer, whatever else is warm
 }
 
 // Lease is the right to run one job. It must be released.

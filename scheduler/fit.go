@@ -86,6 +86,13 @@ func (s *State) fits(t *slot) bool { return s.fitsAfter(t) }
 
 // fitsAfter says whether it could be, were some slots unloaded.
 func (s *State) fitsAfter(t *slot, gone ...*slot) bool {
+	if len(t.cfg.Conflicts) > 0 || s.conflicts {
+		for _, v := range s.slots {
+			if v != t && v.state != Idle && conflict(t, v) && !slices.Contains(gone, v) {
+				return false
+			}
+		}
+	}
 	fits := true
 	ok := s.cards(t, func(c *card, h *holding) {
 		sh := s.sheet(c, t)
@@ -115,7 +122,7 @@ func (s *State) neverFits(t *slot) *Refusal {
 		}
 		var pinned gpu.Bytes
 		for _, v := range s.slots {
-			if vh := v.hold(h.card); vh != nil && v != t && v.cfg.Pin && v.state != Idle {
+			if vh := v.hold(h.card); vh != nil && v != t && v.pinned() && v.state != Idle {
 				pinned += vh.booking
 			}
 		}
@@ -150,6 +157,10 @@ func (s *State) inTheWay(t *slot) string {
 		}
 		for _, v := range s.slots {
 			h := v.hold(c.Index)
+			if v != t && v.state != Idle && conflict(t, v) && s.protects(t, v) != "" {
+				parts = append(parts, fmt.Sprintf("%s conflicts with it and is protected by %s", v.cfg.Name, s.protects(t, v)))
+				continue
+			}
 			if h == nil || v == t {
 				continue
 			}

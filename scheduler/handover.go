@@ -68,6 +68,9 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 	case s.cfg.Mode != Evicting: // by a configuration that came meanwhile
 		s.reopen(now, v, "the scheduler unloads nothing any more")
 		return
+	case v.gate.lent && !v.lent:
+		s.reopen(now, v, "its GPU is not lent any more")
+		return
 	case v.state == Idle && v.queue.count > 0: // it is wanted itself now
 		s.reopen(now, v, "requests for it have come")
 		return
@@ -131,6 +134,8 @@ func (s *State) stopNow(now time.Time, v *slot) {
 		why = "it may have been loaded before the broker came, and memory is short"
 	case st.idle:
 		why = fmt.Sprintf("nobody has used it for %s", now.Sub(v.idleAt).Round(time.Millisecond))
+	case v.gate.lent:
+		why = "its GPU is lent"
 	case v.gone && st.target == nil:
 		why = "it is not in the configuration any more"
 	}
@@ -301,6 +306,7 @@ func (s *State) stopped(now time.Time, v *slot) {
 	case t != nil:
 		d.Kind = "evicted"
 		s.counts.Evictions++
+		v.evicted = t.queue.count > 0 && !t.queue.first().phantom
 		t.want.extra = false
 		if t.want.victim == v {
 			t.want.victim = nil
@@ -309,9 +315,11 @@ func (s *State) stopped(now time.Time, v *slot) {
 			t.want.tries = append(t.want.tries, fmt.Sprintf("%s: gave back %s of %s", v.cfg.Name, gave, base))
 		}
 	case v.stop.idle:
+		v.evicted = false
 		d.Kind = "idle_unloaded"
 		s.counts.IdleUnloads++
 	default:
+		v.evicted = v.gate.lent
 		s.counts.ManualUnloads++
 	}
 	v.took.add(footprint)
@@ -476,7 +484,7 @@ func (s *State) flushed(now time.Time, v *slot, failure string) {
 
 // retire unloads a slot that is not in the config any more, once nobody waits for it.
 func (s *State) retire(now time.Time, sl *slot) {
-	if sl.queue.count > 0 || sl.busy() {
+	if sl.queue.count > 0 || sl.parked > 0 || sl.busy() {
 		return
 	}
 	if sl.cfg.CanUnload && s.cfg.Mode == Evicting && !sl.gate.closed && (sl.state == Ready || sl.state == Unknown) && s.due(now, sl.retryAt) {
@@ -488,7 +496,7 @@ func (s *State) retire(now time.Time, sl *slot) {
 func (s *State) dropGone() bool {
 	kept := s.slots[:0]
 	for _, sl := range s.slots {
-		over := sl.gone && sl.queue.count == 0 && !sl.busy() &&
+		over := sl.gone && sl.queue.count == 0 && sl.parked == 0 && !sl.busy() &&
 			(sl.state == Idle && !sl.stop.flush || !sl.cfg.CanUnload && sl.state != Loading && sl.state != Stopping || s.cfg.Mode != Evicting)
 		if !over {
 			kept = append(kept, sl)

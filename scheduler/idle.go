@@ -8,7 +8,7 @@ import (
 // idles says whether the slot is one that goes when nobody uses it, and nobody
 // does just now (spec §5.1).
 func (s *State) idles(sl *slot) bool {
-	return s.cfg.Mode == Evicting && s.cfg.IdleUnload != IdleOff && sl.cfg.IdleTimeout > 0 && !sl.cfg.Pin && sl.cfg.CanUnload &&
+	return s.cfg.Mode == Evicting && s.cfg.IdleUnload != IdleOff && sl.cfg.IdleTimeout > 0 && !sl.cfg.Cloud && !sl.pinned() && sl.cfg.CanUnload &&
 		(!sl.cfg.VRAMManaged || sl.cfg.OwnIdle) &&
 		sl.state == Ready && !sl.busy() && sl.queue.count == 0
 }
@@ -16,7 +16,11 @@ func (s *State) idles(sl *slot) bool {
 // idleEnd is when an idle slot has been so for long enough: counted from READY,
 // or the end of its last job, whichever is later.
 func (s *State) idleEnd(sl *slot) time.Time {
-	return sl.idleAt.Add(max(sl.cfg.IdleTimeout, sl.cfg.KeepAlive))
+	timeout := sl.cfg.IdleTimeout
+	if sl.warmFor > 0 {
+		timeout = sl.warmFor
+	}
+	return later(sl.idleAt.Add(max(timeout, sl.cfg.KeepAlive)), sl.keep)
 }
 
 // idleOver says whether an idle slot is to be unloaded now.

@@ -2,6 +2,7 @@ package scheduler
 
 import (
 	"fmt"
+	"slices"
 	"time"
 )
 
@@ -9,7 +10,7 @@ import (
 // effect is about this job.
 func (s *State) submit(now time.Time, e *Submit) {
 	sl := s.named[e.Slot]
-	if e.IfFree && (sl == nil || s.waiting > 0 || !s.open(sl) || !s.lockFree(sl) || s.refusesNew(sl, e.Slot) != nil) {
+	if e.IfFree && !s.free(now, sl, e) {
 		s.emit(Effect{Kind: NotNow, Slot: e.Slot})
 		return
 	}
@@ -21,29 +22,52 @@ func (s *State) submit(now time.Time, e *Submit) {
 	}
 	j := s.jobs.take()
 	j.slot, j.priority, j.submitted, j.deadline = sl, e.Priority, e.Submitted, e.Deadline
+	j.client, j.keepAlive, j.stayWarm, j.cooldown = e.Client, e.KeepAlive, e.StayWarm, e.Cooldown
+	j.bulk = e.Priority >= s.cfg.ReservedBelow
 	if j.submitted.IsZero() {
 		j.submitted = now
 	}
-	if s.waiting == 0 && s.open(sl) && s.lockFree(sl) { // the warm path: nobody waits, everything is there
+	rests := s.rests(now, j)
+	if (s.waiting == 0 || sl.cfg.Cloud) && s.open(sl, j) && s.lockFree(sl) && !rests { // the warm path: nobody waits, everything is there
 		s.start(now, j)
 		return
 	}
 	s.emit(Effect{Kind: Queued, Job: j.id, Slot: e.Slot})
-	s.enqueue(j)
-	switch {
-	case s.waiting > s.cfg.MaxQueue: // it runs at once or not at all: nothing is unloaded or loaded for it
+	switch s.enqueue(now, j, rests); {
+	case s.crammed(j): // it runs at once or not at all: nothing is unloaded or loaded for it
 		if sl.gate.idle && sl.state == Ready {
 			s.reopen(now, sl, "it is in use after all")
 		}
 		s.admitReady(now)
-		if j.state == jobWaiting {
-			s.refuse(now, j, &Refusal{Code: QueueFull, RetryAfter: 5 * time.Second,
-				Message: fmt.Sprintf("%d requests wait already: try again later, or raise max_queue", s.cfg.MaxQueue)})
+		if j.state == jobWaiting || j.state == jobCooling {
+			s.refuse(now, j, s.tooMany(j))
 		}
 	case sl.queue.head() == j:
 		s.pump(now)
 	default: // whatever can be done for this slot is being done already
 	}
+}
+
+// crammed says whether the queue has more jobs than it may, with one that came just now.
+func (s *State) crammed(j *job) bool {
+	return s.waiting > s.cfg.MaxQueue || j.bulk && s.cfg.ReservedPlaces > 0 && s.bulk > s.cfg.MaxQueue-s.cfg.ReservedPlaces
+}
+
+func (s *State) tooMany(j *job) *Refusal {
+	msg := fmt.Sprintf("%d requests wait already: try again later, or raise max_queue", s.cfg.MaxQueue)
+	if s.waiting <= s.cfg.MaxQueue {
+		msg = fmt.Sprintf("%d requests of no urgency wait already, and %d places are kept for priorities below %d: try again later", s.bulk-1, s.cfg.ReservedPlaces, s.cfg.ReservedBelow)
+	}
+	return &Refusal{Code: QueueFull, RetryAfter: 5 * time.Second, Message: msg}
+}
+
+// free says whether a job could run at once.
+func (s *State) free(now time.Time, sl *slot, e *Submit) bool {
+	if sl == nil || s.waiting > 0 && !sl.cfg.Cloud || s.refusesNew(sl, e.Slot) != nil || s.clientRests(now, e.Client) {
+		return false
+	}
+	j := job{bulk: e.Priority >= s.cfg.ReservedBelow}
+	return s.open(sl, &j) && s.lockFree(sl)
 }
 
 // refusesNew says why a job for a slot can't even be taken in.
@@ -67,7 +91,7 @@ func (s *State) refusesSlot(sl *slot) *Refusal {
 		return &Refusal{Code: Unhealthy, RetryAfter: 5 * time.Second,
 			Message: fmt.Sprintf("the server of consumer %q is unhealthy: %s", sl.cfg.Name, sl.detail)}
 	}
-	if s.cfg.Mode != Evicting || !s.sampled {
+	if s.cfg.Mode != Evicting || !s.sampled || sl.cfg.Cloud {
 		return nil
 	}
 	for _, h := range sl.on {
@@ -85,18 +109,20 @@ func (s *State) refusesSlot(sl *slot) *Refusal {
 }
 
 // open says whether a job of the slot could run now, were the lock free.
-func (s *State) open(sl *slot) bool {
-	return s.cfg.Mode == Passthrough ||
-		sl.state == Ready && !sl.gate.closed && sl.health == healthGood && sl.hasPlace()
+func (s *State) open(sl *slot, j *job) bool {
+	return s.cfg.Mode == Passthrough || sl.cfg.Cloud ||
+		!sl.lent && sl.state == Ready && !sl.gate.closed && sl.health == healthGood && sl.hasPlace(j)
 }
 
 // hasPlace says whether one more job may run on the slot. Putting work into the
 // queue of an async server is not bounded (spec §12.3).
-func (sl *slot) hasPlace() bool { return sl.cfg.Async || sl.active < sl.cfg.Concurrency }
+func (sl *slot) hasPlace(j *job) bool {
+	return sl.cfg.Async || sl.active < sl.cfg.Concurrency && (!j.bulk || sl.bulk < sl.cfg.Concurrency-sl.cfg.Reserved)
+}
 
 // lockFree says whether nobody else computes on the slot's GPUs.
 func (s *State) lockFree(sl *slot) bool {
-	if sl.cfg.LockNone || s.cfg.Mode == Passthrough {
+	if sl.cfg.LockNone || sl.cfg.Cloud || s.cfg.Mode == Passthrough {
 		return true
 	}
 	for _, l := range s.locks {
@@ -107,19 +133,47 @@ func (s *State) lockFree(sl *slot) bool {
 	return true
 }
 
-func (s *State) enqueue(j *job) {
-	j.state = jobWaiting
-	j.slot.queue.push(j)
-	j.slot.emptyAt = time.Time{}
-	s.deadlines.add(j)
+func (s *State) enqueue(now time.Time, j *job, rests bool) {
 	s.waiting++
+	if j.bulk {
+		s.bulk++
+	}
+	s.deadlines.add(j)
+	if rests {
+		s.resting.park(j)
+		s.wakeBy(s.resting.until[j.client])
+		return
+	}
+	s.queueUp(now, j)
+}
+
+// queueUp puts a job into the queue of its slot.
+func (s *State) queueUp(now time.Time, j *job) {
+	sl := j.slot
+	if sl.queue.count == 0 {
+		sl.credit.lapse(now, s.creditFor(sl))
+	}
+	j.state = jobWaiting
+	sl.queue.push(j)
+	sl.emptyAt = time.Time{}
 }
 
 // dequeue takes a waiting job out of its queue.
 func (s *State) dequeue(now time.Time, j *job) {
-	j.slot.queue.remove(j)
 	s.deadlines.drop(j)
 	s.waiting--
+	if j.bulk {
+		s.bulk--
+	}
+	if j.state == jobCooling {
+		s.resting.take(j)
+		return
+	}
+	s.leaveQueue(now, j)
+}
+
+func (s *State) leaveQueue(now time.Time, j *job) {
+	j.slot.queue.remove(j)
 	if j.slot.queue.count == 0 {
 		j.slot.why = ""
 		j.slot.want = target{victim: j.slot.want.victim} // what was tried for those who waited says nothing about the next
@@ -133,15 +187,24 @@ func (s *State) dequeue(now time.Time, j *job) {
 func (s *State) start(now time.Time, j *job) {
 	sl := j.slot
 	if j.state == jobWaiting {
+		sl.queue.served(j)
 		s.dequeue(now, j)
 	}
-	j.state = jobRunning
+	if j.phantom { // its slot is loaded: that was all
+		s.jobs.put(j)
+		return
+	}
+	j.state, j.started = jobRunning, now
 	s.running++
 	s.counts.LastWait = now.Sub(j.submitted)
 	sl.active++
+	if j.bulk {
+		sl.bulk++
+	}
 	sl.started++
-	sl.lastPrio = j.priority
-	if !sl.cfg.LockNone {
+	sl.lastPrio, sl.credit = j.priority, credit{}
+	s.rest(now, j)
+	if !sl.cfg.LockNone && !sl.cfg.Cloud {
 		for _, l := range s.locks {
 			if s.cfg.LockGlobal || sl.hold(l.gpu) != nil {
 				l.owner = sl
@@ -154,6 +217,10 @@ func (s *State) start(now time.Time, j *job) {
 // refuse ends a waiting job with an error.
 func (s *State) refuse(now time.Time, j *job, r *Refusal) {
 	s.dequeue(now, j)
+	if j.phantom {
+		s.jobs.put(j)
+		return
+	}
 	s.counts.Refused++
 	s.emit(Effect{Kind: Refuse, Job: j.id, Slot: j.slot.cfg.Name, Refusal: r})
 	s.decide(Decision{At: now, Kind: "refuse", Slot: j.slot.cfg.Name, GPU: j.slot.gpu(), Code: r.Code, Reason: r.Message})
@@ -185,8 +252,13 @@ func (s *State) cancel(now time.Time, id JobID) {
 		return
 	}
 	head := j.slot.queue.head() == j
+	if j.state == jobWaiting {
+		j.slot.leftAt = now
+		if j.slot.state != Ready {
+			j.slot.credit.left(now, j.submitted)
+		}
+	}
 	s.dequeue(now, j)
-	j.slot.leftAt = now
 	s.counts.Cancelled++
 	s.jobs.put(j)
 	if head {
@@ -201,13 +273,21 @@ func (s *State) release(now time.Time, id JobID, outcome Outcome) {
 		return
 	}
 	sl, warmed := j.slot, j.slot.first == id
-	s.jobs.put(j)
-	sl.active--
-	sl.idleAt = now
 	worked := outcome == Served || outcome == Accepted || outcome == ServerDied
 	if worked {
 		sl.lastUse = now
+		sl.runCost.add(now.Sub(j.started))
 	}
+	if j.keepAlive > 0 {
+		sl.keep = later(sl.keep, now.Add(j.keepAlive))
+	}
+	sl.warmFor = j.stayWarm
+	sl.active--
+	if j.bulk {
+		sl.bulk--
+	}
+	sl.idleAt = now
+	s.jobs.put(j)
 	if outcome == Accepted && sl.cfg.CanBusy {
 		sl.held++
 		sl.heldAt = now
@@ -386,6 +466,13 @@ func (s *State) sweep(now time.Time) {
 		}
 		if r != nil {
 			s.refuseAll(now, sl, r)
+		}
+	}
+	for _, client := range s.resting.clients() {
+		for _, j := range slices.Clone(s.resting.parked[client]) {
+			if r := s.drained(j.slot); r != nil {
+				s.refuse(now, j, r)
+			}
 		}
 	}
 }

@@ -12,6 +12,7 @@ import (
 func (s *State) configure(now time.Time, cfg Config) {
 	anew := s.cfg.Mode != cfg.Mode
 	s.cfg = cfg
+	s.conflicts = slices.ContainsFunc(cfg.Slots, func(c SlotConfig) bool { return len(c.Conflicts) > 0 })
 	for _, sl := range s.slots {
 		if !slices.ContainsFunc(cfg.Slots, func(c SlotConfig) bool { return c.Name == sl.cfg.Name }) {
 			if anew { // who waits there is served by the new kind of scheduler
@@ -98,7 +99,7 @@ func (s *State) place(sl *slot) {
 // startState is the first state of a slot (accounting §2).
 func (s *State) startState(c *SlotConfig) SlotState {
 	switch {
-	case s.cfg.Mode != Evicting:
+	case s.cfg.Mode != Evicting || c.Cloud:
 		return Ready
 	case c.Disabled:
 		return Idle // nobody asks it: whatever it holds is foreign

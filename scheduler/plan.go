@@ -34,16 +34,19 @@ func (s *State) admitOne(now time.Time) bool {
 	}
 	s.scratch = s.scratch[:0]
 	for _, sl := range s.slots {
-		if sl.queue.count > 0 && (s.open(sl) || sl.want.lock) {
+		if sl.queue.count == 0 {
+			continue
+		}
+		if s.chill(now, sl); sl.queue.count > 0 && (s.open(sl, sl.queue.head()) || sl.want.lock) {
 			s.scratch = append(s.scratch, sl)
 		}
 	}
-	slices.SortStableFunc(s.scratch, func(a, b *slot) int { return before(a.queue.head(), b.queue.head()) })
+	slices.SortStableFunc(s.scratch, func(a, b *slot) int { return before(a.queue.first(), b.queue.first()) })
 	for i, sl := range s.scratch {
 		if sl.want.lock {
 			continue // plan loads it and admits its job in one step
 		}
-		if sl.cfg.LockNone || s.cfg.Mode == Passthrough || s.lockFree(sl) && s.mayOvertake(sl, s.scratch[:i]) {
+		if sl.cfg.LockNone || sl.cfg.Cloud || s.cfg.Mode == Passthrough || s.lockFree(sl) && s.mayOvertake(sl, s.scratch[:i]) {
 			s.admitHead(now, sl)
 			return true
 		}
@@ -63,12 +66,12 @@ func (s *State) admitHead(now time.Time, sl *slot) {
 // mayOvertake is the bound of rule 7: a job of the lock's owner goes before an
 // older one of another slot only if that is no more urgent and older by at most lock_overtake.
 func (s *State) mayOvertake(sl *slot, earlier []*slot) bool {
-	mine := sl.queue.head()
+	mine := sl.queue.first()
 	for _, o := range earlier {
 		if o.cfg.LockNone || !s.share(sl, o) {
 			continue
 		}
-		b := o.queue.head()
+		b := o.queue.first()
 		if !sl.busy() || mine.priority > b.priority || mine.submitted.Sub(b.submitted) > s.cfg.LockOvertake {
 			return false
 		}
@@ -136,7 +139,7 @@ func (s *State) plan(now time.Time) (progress bool) {
 
 // targetOrder is the order in which cold targets are served: by priority, then by age.
 func targetOrder(a, b *slot) int {
-	if d := a.queue.head().priority - b.queue.head().priority; d != 0 {
+	if d := a.queue.first().priority - b.queue.first().priority; d != 0 {
 		return d
 	}
 	if d := a.ageStart().Compare(b.ageStart()); d != 0 {
@@ -145,10 +148,11 @@ func targetOrder(a, b *slot) int {
 	return a.order - b.order
 }
 
-// ageStart is when the age of a cold target begins: with its oldest submission that was not served.
+// ageStart is when the age of a cold target begins: with its oldest submission
+// that was not served, also if that client has left (policy rule 6).
 func (sl *slot) ageStart() time.Time {
-	at, _ := sl.queue.oldest(int(^uint(0) >> 1))
-	return at
+	at, _ := sl.queue.oldest(anyPriority)
+	return earlier(at, sl.credit.from)
 }
 
 // switchCost is S of the policy: what a switch to the slot costs.
@@ -201,6 +205,10 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 		}
 		t.why = fmt.Sprintf("waits for %s to make room", v.cfg.Name)
 		s.reserve(t)
+		return false
+	}
+	if t.lent {
+		t.why = "its GPU is lent until " + s.lentUntil(now, t).UTC().Format(time.RFC3339)
 		return false
 	}
 	for _, h := range t.on {
@@ -269,6 +277,9 @@ func (s *State) begin(now time.Time, t *slot) bool {
 	}
 	if t.cfg.lazy() && !s.mayEnter(t) {
 		t.why, t.want.lock = "waits for the lock of its GPU", true
+		if s.overdue(now, t) {
+			s.reserve(t)
+		}
 		return false
 	}
 	t.why = "is being loaded"
@@ -289,7 +300,7 @@ func (s *State) mayEnter(t *slot) bool {
 		return false
 	}
 	for _, o := range s.slots {
-		if o.queue.count > 0 && !o.cfg.LockNone && s.open(o) && s.share(o, t) && before(o.queue.head(), t.queue.head()) < 0 {
+		if o.queue.count > 0 && !o.cfg.LockNone && s.open(o, o.queue.head()) && s.share(o, t) && before(o.queue.first(), t.queue.first()) < 0 {
 			return false
 		}
 	}
@@ -310,21 +321,26 @@ func (s *State) permitted(t, v *slot) bool {
 }
 
 func (s *State) candidate(t, v *slot) bool {
-	return v != t && shields(t, v) == "" && v.state != Idle && overlap(t, v)
+	return v != t && s.shields(t, v) == "" && v.state != Idle && (overlap(t, v) || conflict(t, v))
 }
 
 // protects names what keeps v from being unloaded for t.
 func (s *State) protects(t, v *slot) string {
 	if s.cfg.ObserveEvictions {
-		return orElse(shields(t, v), "eviction observe")
+		return orElse(s.shields(t, v), "eviction observe")
 	}
-	return shields(t, v)
+	return s.shields(t, v)
+}
+
+// conflict says whether two slots may never be resident together (spec §3.2).
+func conflict(a, b *slot) bool {
+	return slices.Contains(a.cfg.Conflicts, b.cfg.Name) || slices.Contains(b.cfg.Conflicts, a.cfg.Name)
 }
 
 // shields names what of the two slots' own settings does.
-func shields(t, v *slot) string {
+func (s *State) shields(t, v *slot) string {
 	switch {
-	case v.cfg.Pin:
+	case v.pinned():
 		return "pin"
 	case v.cfg.NoEvict:
 		return "no_evict"
@@ -332,6 +348,8 @@ func shields(t, v *slot) string {
 		return "vram_managed"
 	case slices.Contains(t.cfg.Coexist, v.cfg.Name):
 		return fmt.Sprintf("can_coexist_with of %s", t.cfg.Name)
+	case s.cfg.VictimLower && !s.lower(t, v):
+		return "victim_priority lower"
 	case !v.cfg.CanUnload:
 		return "no unload route"
 	default:
@@ -339,13 +357,42 @@ func shields(t, v *slot) string {
 	}
 }
 
+// lower says whether what v was last used for is less urgent than what t is wanted for.
+func (s *State) lower(t, v *slot) bool {
+	first, used := t.queue.first(), v.used()
+	if first == nil || !used && v.queue.count == 0 {
+		return true
+	}
+	return (!used || v.lastPrio > first.priority) && (v.queue.count == 0 || v.queue.first().priority > first.priority)
+}
+
+// used says whether a job of the slot was ever admitted.
+func (sl *slot) used() bool { return !sl.lastUse.IsZero() || sl.busy() }
+
+// patience is how old t must be, and how old it is, before it may take what v
+// holds, or would hold next. A job that is more urgent than v's next, or than v's last if
+// none waits, needs a tenth of the bound, and of its own age alone (the priority clause).
+func (s *State) patience(now time.Time, t, v *slot) (since time.Time, wants time.Duration, urgent bool) {
+	first, b := t.queue.first(), s.bound(t)
+	next := v.queue.first()
+	if next != nil && next.priority > first.priority || next == nil && v.used() && v.lastPrio > first.priority {
+		return first.submitted, b / 10, true
+	}
+	return t.ageStart(), b, false
+}
+
+// overdue says whether a cold target has waited for as long as warm jobs may overtake it.
+func (s *State) overdue(now time.Time, t *slot) bool {
+	return s.due(now, t.ageStart().Add(s.bound(t)))
+}
+
 // permittedNow adds rules 2, 3 and 4 of the policy: may v go at this moment?
 func (s *State) permittedNow(now time.Time, t, v *slot) bool {
 	if !s.candidate(t, v) || v.gate.closed || v.state == Stopping || !s.due(now, v.retryAt) {
 		return false
 	}
-	s.due(now, t.ageStart().Add(s.bound(t)))
-	age, b := now.Sub(t.ageStart()), s.bound(t)
+	since, wants, urgent := s.patience(now, t, v)
+	old := s.due(now, since.Add(wants))
 	switch {
 	case v.state == Unknown: // one that waits itself goes too if t is before it: else the two would wait for each other
 		return v.health != healthUnknown && (v.queue.count == 0 || targetOrder(t, v) < 0)
@@ -353,22 +400,18 @@ func (s *State) permittedNow(now time.Time, t, v *slot) bool {
 		return v.queue.count == 0 && s.due(now, v.emptyAt.Add(s.cfg.AbandonAfter))
 	case !v.busy() && v.queue.count == 0: // rule 2
 		keep := max(time.Duration(s.cfg.Hold*float64(v.switchCost())), v.cfg.KeepAlive)
-		return age >= b || s.due(now, later(v.idleAt, v.leftAt).Add(keep))
+		return old || s.due(now, later(later(v.idleAt, v.leftAt).Add(keep), v.keep))
 	}
 	// Rule 3: by the age of its next job, relative to the target's.
-	next, waits := v.queue.oldest(t.queue.head().priority)
-	if !waits {
-		next = now
-	}
-	if next.Sub(t.ageStart()) < b {
+	if next, waits := v.queue.oldest(t.queue.first().priority); waits && next.Before(since.Add(wants)) || !waits && !old {
 		return false
 	}
 	// Rule 4: no thrash.
 	if v.started == 0 || !s.due(now, v.readyAt.Add(v.switchCost())) {
 		return false
 	}
-	batch, queued := v.queue.oldest(int(^uint(0) >> 1))
-	return !queued || batch.After(v.readyAt) || s.due(now, v.readyAt.Add(s.cfg.OvertakeMax))
+	batch, queued := v.queue.oldest(anyPriority)
+	return urgent || !queued || batch.After(v.readyAt) || s.due(now, v.readyAt.Add(s.cfg.OvertakeMax))
 }
 
 // choose picks the slots that must go so that t fits, out of those that may:
@@ -445,7 +488,10 @@ func (s *State) wait(now time.Time, t *slot) (progress bool) {
 	case len(could) > 0:
 		t.want.blocked = time.Time{}
 		t.why = "waits until it may take the memory of " + names(could)
-		if now.Sub(t.ageStart()) >= s.bound(t) {
+		if s.overdue(now, t) || slices.ContainsFunc(could, func(v *slot) bool {
+			since, wants, urgent := s.patience(now, t, v)
+			return urgent && now.Sub(since) >= wants
+		}) {
 			s.reserve(t)
 		}
 		return false

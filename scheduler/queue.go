@@ -15,15 +15,27 @@ type job struct {
 	priority  int
 	submitted time.Time
 	deadline  time.Time
+	started   time.Time
 
-	next, prev *job // in its queue level
-	heapIndex  int  // in the deadlines; -1: not there
+	client    string
+	keepAlive time.Duration
+	stayWarm  time.Duration
+	cooldown  time.Duration
+	bulk      bool // reserved places are not for it, as of when it was submitted
+	phantom   bool // nobody's: it only has its slot loaded, and ends as it is admitted
+
+	// In its queue level: among all, and among those of its client.
+	next, prev   *job
+	cnext, cprev *job
+	turn         *turn
+	heapIndex    int // in the deadlines; -1: not there
 }
 
 type jobState uint8
 
 const (
-	jobFree jobState = iota
+	jobFree    jobState = iota
+	jobCooling          // waits, but its client has started another too short a time ago
 	jobWaiting
 	jobRunning
 )
@@ -59,15 +71,26 @@ func (s *slab) put(j *job) {
 	s.free = append(s.free, uint32(j.id))
 }
 
-// queue holds the jobs that wait for one slot, by (priority, submitted at).
+// queue holds the jobs that wait for one slot, by priority. Within a priority
+// the clients take turns, each in the order in which its jobs were submitted.
 type queue struct {
 	levels []level // ordered by priority, none empty
 	count  int
 }
 
+// level is the jobs of one priority.
 type level struct {
 	priority    int
+	first, last *job // all of them, by submission
+	next        *turn
+	clients     map[string]*turn // nil while only one client waits, which is next
+}
+
+// turn is one client's jobs of a level, in a ring of all that wait there.
+type turn struct {
+	client      string
 	first, last *job
+	after, back *turn
 }
 
 func (q *queue) push(j *job) {
@@ -75,7 +98,11 @@ func (q *queue) push(j *job) {
 	if !found {
 		q.levels = slices.Insert(q.levels, i, level{priority: j.priority})
 	}
-	l := &q.levels[i]
+	q.levels[i].push(j)
+	q.count++
+}
+
+func (l *level) push(j *job) {
 	after := l.last // almost always: only a job that is admitted once more is older than the last
 	for after != nil && after.submitted.After(j.submitted) {
 		after = after.prev
@@ -90,12 +117,55 @@ func (q *queue) push(j *job) {
 	} else {
 		j.next.prev = j
 	}
-	q.count++
+
+	t := l.turnOf(j.client)
+	j.turn = t
+	mine := t.last
+	for mine != nil && mine.submitted.After(j.submitted) {
+		mine = mine.cprev
+	}
+	if mine == nil {
+		j.cprev, j.cnext, t.first = nil, t.first, j
+	} else {
+		j.cprev, j.cnext, mine.cnext = mine, mine.cnext, j
+	}
+	if j.cnext == nil {
+		t.last = j
+	} else {
+		j.cnext.cprev = j
+	}
+}
+
+// turnOf finds a client's turn, or puts it behind all others.
+func (l *level) turnOf(client string) *turn {
+	switch {
+	case l.next == nil:
+		l.next = &turn{client: client}
+		l.next.after, l.next.back = l.next, l.next
+		return l.next
+	case l.clients == nil && l.next.client == client:
+		return l.next
+	case l.clients == nil:
+		l.clients = map[string]*turn{l.next.client: l.next}
+	}
+	t := l.clients[client]
+	if t == nil {
+		t = &turn{client: client, after: l.next, back: l.next.back}
+		t.back.after, l.next.back = t, t
+		l.clients[client] = t
+	}
+	return t
 }
 
 func (q *queue) remove(j *job) {
 	i, _ := slices.BinarySearchFunc(q.levels, j.priority, func(l level, p int) int { return l.priority - p })
-	l := &q.levels[i]
+	if q.levels[i].remove(j); q.levels[i].first == nil {
+		q.levels = slices.Delete(q.levels, i, i+1)
+	}
+	q.count--
+}
+
+func (l *level) remove(j *job) {
 	if j.prev == nil {
 		l.first = j.next
 	} else {
@@ -106,24 +176,59 @@ func (q *queue) remove(j *job) {
 	} else {
 		j.next.prev = j.prev
 	}
-	if l.first == nil {
-		q.levels = slices.Delete(q.levels, i, i+1)
+
+	t := j.turn
+	if j.cprev == nil {
+		t.first = j.cnext
+	} else {
+		j.cprev.cnext = j.cnext
 	}
-	j.prev, j.next = nil, nil
-	q.count--
+	if j.cnext == nil {
+		t.last = j.cprev
+	} else {
+		j.cnext.cprev = j.cprev
+	}
+	if t.first == nil { // its client waits here no more
+		t.back.after, t.after.back = t.after, t.back
+		if l.next == t {
+			l.next = t.after
+		}
+		delete(l.clients, t.client)
+	}
+	j.prev, j.next, j.cprev, j.cnext, j.turn = nil, nil, nil, nil, nil
 }
 
-// head is the job that is next by (priority, submitted at).
+// served puts the client of a job that is about to be admitted behind the others of its priority.
+func (q *queue) served(j *job) {
+	i, _ := slices.BinarySearchFunc(q.levels, j.priority, func(l level, p int) int { return l.priority - p })
+	if l := &q.levels[i]; l.next == j.turn {
+		l.next = l.next.after
+	}
+}
+
+// head is the job that is next: of the most urgent, by the turns of their clients.
 func (q *queue) head() *job {
+	if len(q.levels) == 0 {
+		return nil
+	}
+	return q.levels[0].next.first
+}
+
+// first is the oldest of the most urgent jobs: it stands for the slot where slots are compared.
+func (q *queue) first() *job {
 	if len(q.levels) == 0 {
 		return nil
 	}
 	return q.levels[0].first
 }
 
+// anyPriority is less urgent than all.
+const anyPriority = int(^uint(0) >> 1)
+
 // oldest is the earliest submission among the jobs that are at least as urgent as priority.
 func (q *queue) oldest(priority int) (at time.Time, ok bool) {
-	for _, l := range q.levels {
+	for i := range q.levels {
+		l := &q.levels[i]
 		if l.priority > priority {
 			break
 		}

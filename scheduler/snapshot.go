@@ -27,6 +27,7 @@ type GPUView struct {
 	Overcommitted bool
 	Owner         string // who holds the lock
 	SeenAt        time.Time
+	LentUntil     time.Time // zero: it is not lent
 }
 
 // SlotView is one slot.
@@ -71,8 +72,11 @@ type HoldView struct {
 type WaiterView struct {
 	Job       JobID
 	Slot      string
+	Client    string
 	Priority  int
 	Submitted time.Time
+	Position  int           // 1 is next, as far as (priority, submitted at) tells
+	Estimate  time.Duration // until it runs; -1: not known
 	Why       string
 }
 
@@ -86,7 +90,7 @@ func (s *State) Snapshot() Snapshot {
 		sh := s.sheet(c, nil)
 		l := account(sh.card, sh.entries, nil)
 		v := GPUView{Device: c.Device, Used: l.Used, Outsiders: l.Outsiders, Booked: l.Booked,
-			Overcommitted: l.Booked > c.Total-s.cfg.Reserve, Owner: name(s.owner(c.Index)), SeenAt: c.seenAt}
+			Overcommitted: l.Booked > c.Total-s.cfg.Reserve, Owner: name(s.owner(c.Index)), SeenAt: c.seenAt, LentUntil: c.lentUntil}
 		if !c.Known && !c.Lost {
 			out.Degraded = orElse(c.Reason, "no telemetry")
 			v.Free = c.Total - l.Booked
@@ -116,7 +120,7 @@ func (s *State) view(sl *slot) SlotView {
 	v := SlotView{Name: sl.cfg.Name, Disabled: sl.cfg.Disabled, Gone: sl.gone, State: sl.state, GateOpen: !sl.gate.closed, DrainFor: name(sl.gate.target),
 		Health: [...]string{"unknown", "healthy", "unhealthy"}[sl.health], Detail: sl.detail, Active: sl.active, Held: sl.held,
 		Waiting: sl.queue.count, Why: sl.why, Claim: sl.cfg.Claim, LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio,
-		Pinned: sl.cfg.Pin, CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad,
+		Pinned: sl.pinned(), CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad,
 		Draining: s.draining || s.ending || sl.draining, Measured: sl.took.measured()}
 	if s.idles(sl) && s.cfg.IdleUnload == IdleOn && !sl.gate.closed {
 		v.UnloadAt = s.idleEnd(sl)

@@ -16,11 +16,16 @@ type State struct {
 	gpus  []*card // in the order of their index
 	locks []*lock // of all GPUs that slots were ever on, seen or not
 
+	lending   bool // a GPU is lent
+	conflicts bool // some slots may never be resident together
+
 	crowded bool // several compute on a GPU, as an earlier configuration let them: a lock that is given back has another owner
 
 	jobs      slab
 	deadlines deadlines
-	waiting   int    // jobs in all queues
+	waiting   int    // jobs in all queues, and those whose client cools down
+	bulk      int    // … of them those that reserved places are not for
+	resting   rests  // clients that may not start another job yet
 	running   int    // admitted jobs, held ones included
 	sampled   bool   // a sample, or the news that there is none, has come
 	blind     string // why there is no telemetry; empty: there is
@@ -59,6 +64,8 @@ type card struct {
 	doubt  time.Time // a load ended: what it took, and may give back later, no sample from before has seen
 
 	reserved *slot // within one planning: an overdue target that no other may be served before
+
+	lentUntil time.Time // nothing is loaded or run there before; zero: it is not lent
 }
 
 // lock is the lock of one GPU. It is there whether the GPU was ever seen or not.
@@ -93,19 +100,27 @@ type slot struct {
 	timeouts int    // in a row
 
 	queue    queue
+	parked   int // jobs that wait for the rest of their client
 	active   int
+	bulk     int       // active jobs that reserved places are not for
 	held     int       // ended jobs whose work goes on at the server
 	heldAt   time.Time // the last of them
 	first    JobID     // the job inside which a lazy server loads
 	warming  bool      // … which counts as a transition until it ends
 	started  int       // jobs started since READY
 	readyAt  time.Time
-	idleAt   time.Time // later of READY and the last job's end
-	leftAt   time.Time // the last departure of one who waited
-	lastUse  time.Time // end of the last real work
+	idleAt   time.Time     // later of READY and the last job's end
+	leftAt   time.Time     // the last departure of one who waited
+	credit   credit        // of those who left before they were served
+	keep     time.Time     // until then it is no victim: a job asked for it
+	warmFor  time.Duration // idle time that the last job asked for; 0: the slot's own
+	lastUse  time.Time     // end of the last real work
 	lastPrio int
 	observed time.Time // the idleAt for which it was said that it would be unloaded
 	draining bool      // no more jobs are let in
+	lent     bool      // one of its GPUs is: nothing is loaded or run there
+	pin      *bool     // said by hand; nil: the configuration's word
+	evicted  bool      // it was unloaded for another, and not asked for since
 
 	gate      gate
 	asking    bool      // a CheckBusy is on its way
@@ -121,6 +136,7 @@ type slot struct {
 	loadBad   int
 	loadCost  ewma
 	stopCost  ewma
+	runCost   ewma
 	took      footprint // what its loads took
 
 	want target
@@ -149,6 +165,7 @@ type gate struct {
 	closed bool
 	target *slot // for whom; nil: by hand, because it was removed, or because it is idle
 	idle   bool  // nobody uses it: a job that comes before the unload call goes out opens it again
+	lent   bool  // its GPU is lent: it opens again when that ends
 	room   bool  // IDLE, and to be flushed for whoever waits for memory
 	since  time.Time
 	clear  bool // the server said, after the drain, that it is idle
@@ -232,6 +249,10 @@ func (s *State) Step(now time.Time, e Event) (effects []Effect, wakeAt time.Time
 		s.drain(now, e)
 	case Recall:
 		s.recallAll(e.Learnt)
+	case Lend:
+		s.lend(now, e)
+	case SetPin:
+		s.setPin(now, e)
 	case Touch:
 		if sl := s.named[e.Slot]; sl != nil && sl.state == Ready {
 			sl.idleAt, sl.lastUse = now, now
@@ -250,7 +271,10 @@ func (s *State) Step(now time.Time, e Event) (effects []Effect, wakeAt time.Time
 func (s *State) pump(now time.Time) {
 	s.wake = time.Time{}
 	s.expire(now)
+	s.wakeClients(now)
 	s.sweep(now)
+	s.clearLent(now)
+	s.restore(now)
 	for again := true; again; {
 		s.proceed(now)
 		again = s.admitReady(now)
@@ -296,8 +320,12 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 	if !legal[[2]SlotState{sl.state, state}] {
 		s.decide(Decision{At: now, Kind: "bug", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: fmt.Sprintf("%s to %s is no legal change of state: please report this", sl.state, state)})
 	}
+	if sl.state == Loading && state == Ready {
+		sl.credit = credit{}
+	}
 	sl.state, sl.since = state, now
 	if state == Ready {
+		sl.evicted = false
 		sl.readyAt, sl.idleAt, sl.started, sl.emptyAt = now, now, 0, time.Time{}
 	}
 	if state != Ready {

@@ -60,8 +60,21 @@ type Config struct {
 
 	Overtake, Hold                         float64
 	OvertakeMin, OvertakeMax, LockOvertake time.Duration
+	Credit                                 *time.Duration // how long a departed client's age stands for its slot; nil: policy rule 6
+
+	VictimLower    bool          // only slots that were used at a lower priority are victims (spec §3.3)
+	ClientCooldown time.Duration // least time between two starts of one client
+	ReservedPlaces int           // places in the queue that are kept for jobs below ReservedBelow
+	ReservedBelow  int
+	Restore        []Restore // who is loaded again when a GPU has been idle
 
 	Slots []SlotConfig // in the order in which unexplained memory is given out
+}
+
+// Restore loads a slot again once its GPUs have been idle for so long (spec §4.6).
+type Restore struct {
+	Slot  string
+	After time.Duration
 }
 
 // IdleUnload says what is done with slots that nobody uses.
@@ -95,6 +108,9 @@ type SlotConfig struct {
 	SwitchCost  time.Duration
 	Budget      time.Duration // the usual one: overtaking is bounded by half of it
 	Async       bool          // its work outlives its answers
+	Conflicts   []string      // never resident together with these
+	Reserved    int           // places of Concurrency that are kept for jobs below Config.ReservedBelow
+	Cloud       bool          // runs elsewhere: takes no memory and no lock, and never waits
 
 	// What its driver can do.
 	CanLoad, CanUnload, CanProbe, CanTell, CanBusy bool
@@ -116,10 +132,14 @@ type (
 	// Submit asks for a place on a slot. The job's ID is in the first effect that is returned.
 	Submit struct {
 		Slot      string
-		Priority  int       // lower is more urgent
-		Submitted time.Time // when it came; zero: now. A job that is admitted once more keeps its time.
-		Deadline  time.Time // when its budget ends; zero: never
-		IfFree    bool      // only if it can run at once; else the effect is NotNow and nothing has happened
+		Priority  int           // lower is more urgent
+		Submitted time.Time     // when it came; zero: now. A job that is admitted once more keeps its time.
+		Deadline  time.Time     // when its budget ends; zero: never
+		Client    string        // who asks: clients of equal priority take turns; empty: nobody in particular
+		KeepAlive time.Duration // for so long after it the slot is no victim; 0: the slot's own
+		StayWarm  time.Duration // for so long after it the slot is not unloaded as idle; 0: the slot's own
+		Cooldown  time.Duration // least time until the client's next start; 0: the configuration's
+		IfFree    bool          // only if it can run at once; else the effect is NotNow and nothing has happened
 	}
 	// Cancel takes a waiting job back, or ends one that was admitted meanwhile.
 	Cancel struct{ Job JobID }
@@ -175,6 +195,17 @@ type (
 	}
 	// Recall brings back what was learnt before a restart. It comes before the first Configure.
 	Recall struct{ Learnt map[string]Learnt }
+	// Lend lends a GPU to a person or a program until then: what is loaded there is unloaded, and jobs wait.
+	// A time that is past ends it.
+	Lend struct {
+		GPU   int
+		Until time.Time
+	}
+	// SetPin pins a slot, or ends that, until the process ends or it is said anew.
+	SetPin struct {
+		Slot string
+		On   bool
+	}
 	// Touch counts as use of a slot, without a job.
 	Touch struct{ Slot string }
 	// Wake says that the time that Step named has come.
@@ -193,6 +224,8 @@ func (Sampled) event()    {}
 func (Unload) event()     {}
 func (Drain) event()      {}
 func (Recall) event()     {}
+func (Lend) event()       {}
+func (SetPin) event()     {}
 func (Touch) event()      {}
 func (Wake) event()       {}
 

@@ -1,0 +1,123 @@
+package scheduler
+
+import (
+	"maps"
+	"slices"
+	"time"
+)
+
+// credit is the age of those who left a cold slot's queue before they were
+// served: without it, clients that give up early starve a rare model (policy rule 6).
+type credit struct {
+	from time.Time // the oldest submission among them; zero: none
+	last time.Time // the last departure
+}
+
+// left notes the departure of one who waited since then.
+func (c *credit) left(now, since time.Time) {
+	c.from, c.last = earlier(c.from, since), now
+}
+
+// lapse ends a credit that nobody has come back for.
+func (c *credit) lapse(now time.Time, after time.Duration) {
+	if !c.from.IsZero() && now.Sub(c.last) > after {
+		*c = credit{}
+	}
+}
+
+// creditFor is how long the age of departed clients stands.
+func (s *State) creditFor(sl *slot) time.Duration {
+	if s.cfg.Credit != nil {
+		return *s.cfg.Credit
+	}
+	return max(time.Minute, 2*s.bound(sl))
+}
+
+// rests are the clients that have started a job and may not start the next yet,
+// with their jobs that wait for that.
+type rests struct {
+	until  map[string]time.Time
+	parked map[string][]*job // by submission
+}
+
+// maxRests bounds the clients that are remembered beyond their rest.
+const maxRests = 1024
+
+// clientRests says whether a client may not start a job now.
+func (s *State) clientRests(now time.Time, client string) bool {
+	return len(s.resting.until) > 0 && now.Before(s.resting.until[client])
+}
+
+// rests says whether a job has to wait for the rest of its client.
+func (s *State) rests(now time.Time, j *job) bool { return s.clientRests(now, j.client) }
+
+// rest notes that a client has started a job.
+func (s *State) rest(now time.Time, j *job) {
+	d := max(s.cfg.ClientCooldown, j.cooldown)
+	if d <= 0 || j.client == "" || s.cfg.Mode == Passthrough {
+		return
+	}
+	if s.resting.until == nil {
+		s.resting.until = map[string]time.Time{}
+	}
+	if len(s.resting.until) >= maxRests {
+		for client, at := range s.resting.until {
+			if !now.Before(at) && len(s.resting.parked[client]) == 0 {
+				delete(s.resting.until, client)
+			}
+		}
+	}
+	s.resting.until[j.client] = now.Add(d)
+}
+
+// chill takes those from the head of a slot's queue whose client has started another job meanwhile.
+func (s *State) chill(now time.Time, sl *slot) {
+	if len(s.resting.until) == 0 {
+		return
+	}
+	for j := sl.queue.head(); j != nil && s.rests(now, j); j = sl.queue.head() {
+		s.leaveQueue(now, j)
+		s.resting.park(j)
+		s.wakeBy(s.resting.until[j.client])
+	}
+}
+
+// wakeClients puts the jobs of those who have rested into their queues.
+func (s *State) wakeClients(now time.Time) {
+	for _, client := range s.resting.clients() {
+		if !s.due(now, s.resting.until[client]) {
+			continue
+		}
+		jobs := s.resting.parked[client]
+		delete(s.resting.parked, client)
+		delete(s.resting.until, client)
+		for _, j := range jobs {
+			j.slot.parked--
+			s.queueUp(now, j)
+		}
+	}
+}
+
+// clients are those with parked jobs, in an order that is always the same.
+func (r *rests) clients() []string {
+	if len(r.parked) == 0 {
+		return nil
+	}
+	return slices.Sorted(maps.Keys(r.parked))
+}
+
+func (r *rests) park(j *job) {
+	if r.parked == nil {
+		r.parked = map[string][]*job{}
+	}
+	j.state = jobCooling
+	j.slot.parked++
+	r.parked[j.client] = append(r.parked[j.client], j)
+}
+
+func (r *rests) take(j *job) {
+	j.slot.parked--
+	if r.parked[j.client] = slices.DeleteFunc(r.parked[j.client], func(o *job) bool { return o == j }); len(r.parked[j.client]) == 0 {
+		delete(r.parked, j.client)
+	}
+}
