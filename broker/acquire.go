@@ -70,7 +70,8 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 	if r.Budget == 0 {
 		r.Budget = c.budget
 	}
-	effects, wake := b.state.Step(now, scheduler.Submit{Slot: r.Consumer, Priority: r.Priority, Submitted: r.Submitted, Deadline: r.Submitted.Add(r.Budget)})
+	effects, wake := b.state.Step(now, scheduler.Submit{Slot: r.Consumer, Priority: r.Priority, Submitted: r.Submitted, Deadline: r.Submitted.Add(r.Budget),
+		Client: r.Client, KeepAlive: r.KeepAlive, StayWarm: r.StayWarm, Cooldown: r.Cooldown})
 	c.requests++
 	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: r.Submitted, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async}
 	switch effects[0].Kind {
@@ -97,7 +98,7 @@ func (b *Broker) TryAcquire(r Request) (Lease, bool) {
 	if c == nil || b.closed {
 		return Lease{}, false
 	}
-	effects, wake := b.state.Step(now, scheduler.Submit{Slot: r.Consumer, Priority: r.Priority, IfFree: true})
+	effects, wake := b.state.Step(now, scheduler.Submit{Slot: r.Consumer, Priority: r.Priority, Client: r.Client, KeepAlive: r.KeepAlive, StayWarm: r.StayWarm, Cooldown: r.Cooldown, IfFree: true})
 	if effects[0].Kind != scheduler.Admit {
 		return Lease{}, false
 	}

@@ -228,7 +228,7 @@ func (b *Broker) rule(g *Generation) {
 }
 
 func schedulerConfig(c *config.Broker) scheduler.Config {
-	return scheduler.Config{
+	sc := scheduler.Config{
 		Mode:       map[string]scheduler.Mode{config.Locked: scheduler.Locked, config.Passthrough: scheduler.Passthrough}[c.Scheduler],
 		LockGlobal: c.Lock == config.LockGlobal, Cushion: c.Cushion, Reserve: c.Reserve, MaxQueue: c.MaxQueue, MaxEvictions: c.MaxEvictions,
 		EvictWait: time.Duration(c.EvictWait), DrainTimeout: time.Duration(c.DrainTimeout),
@@ -237,15 +237,27 @@ func schedulerConfig(c *config.Broker) scheduler.Config {
 		AbandonAfter:     time.Duration(c.AbandonAfter), OutsiderWait: time.Duration(c.OutsiderWait),
 		Overtake: c.EffectiveOvertake(), Hold: c.EffectiveHold(),
 		OvertakeMin: c.EffectiveOvertakeMin(), OvertakeMax: c.EffectiveOvertakeMax(), LockOvertake: c.EffectiveLockOvertake(),
+		Credit: (*time.Duration)(c.Credit), ClientCooldown: time.Duration(c.ClientCooldown), VictimLower: c.OnlyLowerVictims(),
 	}
+	if r := c.ReservedInteractive; r != nil {
+		sc.ReservedPlaces, sc.ReservedBelow = r.Places, r.Below
+	}
+	for _, r := range c.Restore {
+		sc.Restore = append(sc.Restore, scheduler.Restore{Slot: r.Consumer, After: time.Duration(r.After)})
+	}
+	return sc
 }
 
 func slotConfig(c *config.Consumer, t lifecycle.Traits) scheduler.SlotConfig {
 	idle, longest := c.Idle(), c.LongestRun()
+	if c.Cloud {
+		return scheduler.SlotConfig{Name: c.Name, Server: c.Upstream, Disabled: !c.IsEnabled(), Cloud: true, LockNone: true, Concurrency: 1, MaxRun: longest, Budget: time.Duration(c.Budget)}
+	}
 	return scheduler.SlotConfig{
 		Name: c.Name, Server: c.Upstream, Disabled: !c.IsEnabled(), GPUs: []int{c.GPU}, Claim: c.VRAM, Residual: c.Residual, Concurrency: c.Concurrency,
 		LockNone: !c.NeedsLock(), Coexist: c.CanCoexistWith, Pin: c.Pin, NoEvict: c.NoEvict, VRAMManaged: c.VRAMManaged,
 		KeepAlive: time.Duration(c.KeepAlive), IdleTimeout: idle, OwnIdle: c.OwnIdleTimeout(), MaxRun: longest, SwitchCost: time.Duration(c.SwitchCost), Budget: time.Duration(c.Budget), Async: c.Async,
+		Conflicts: c.ConflictsWith, Reserved: c.ReservedInteractive,
 		CanLoad: t.Load, CanUnload: t.Unload, CanProbe: t.Health, CanTell: t.Residency, CanBusy: t.Busy,
 	}
 }

@@ -47,6 +47,7 @@ type GPU struct {
 	Lock          string   `json:"lock,omitempty"` // the consumer that computes
 	Overcommitted bool     `json:"overcommitted,omitempty"`
 	SampledAt     string   `json:"sampled_at,omitempty"`
+	LentUntil     string   `json:"lent_until,omitempty"` // jobs wait until then
 }
 
 // Totals are the scheduler's counters since the start, and what it does now.
@@ -70,10 +71,13 @@ type Totals struct {
 
 // Waiter is one waiting request.
 type Waiter struct {
-	Consumer string  `json:"consumer"`
-	Priority int     `json:"priority"`
-	WaitedMS float64 `json:"waited_ms"`
-	Reason   string  `json:"reason"`
+	Position  int      `json:"position"` // 1 is next, by priority and age
+	Consumer  string   `json:"consumer"`
+	Client    string   `json:"client,omitempty"`
+	Priority  int      `json:"priority"`
+	WaitedMS  float64  `json:"waited_ms"`
+	EstimateS *float64 `json:"estimate_s,omitempty"` // until it runs, as far as can be told
+	Reason    string   `json:"reason"`
 }
 
 // Consumer is one model server.
@@ -120,7 +124,7 @@ func (b *Broker) Status() Status {
 	now := time.Now()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	snap := b.state.Snapshot()
+	snap := b.state.Snapshot(now)
 	out := Status{APIVersion: APIVersion, Degraded: snap.Degraded, GPUCount: len(snap.GPUs), GPUs: []GPU{}, Queue: []Waiter{}, Consumers: map[string]Consumer{}}
 	if b.sampler != nil {
 		out.Sampler, out.SamplerWhy = b.sampler.name, b.sampler.why
@@ -134,7 +138,11 @@ func (b *Broker) Status() Status {
 		Refused: c.Refused, Cancelled: c.Cancelled, QueueDepth: snap.Waiting, InFlight: snap.Running, TotalJobs: c.Jobs, LastWaitMS: ms(c.LastWait), LastRunMS: ms(b.lastRun)}
 	var oldest time.Time
 	for _, w := range snap.Queue {
-		out.Queue = append(out.Queue, Waiter{Consumer: w.Slot, Priority: w.Priority, WaitedMS: ms(now.Sub(w.Submitted)), Reason: w.Why})
+		waiter := Waiter{Position: w.Position, Consumer: w.Slot, Client: w.Client, Priority: w.Priority, WaitedMS: ms(now.Sub(w.Submitted)), Reason: w.Why}
+		if w.Estimate >= 0 {
+			waiter.EstimateS = new(w.Estimate.Seconds())
+		}
+		out.Queue = append(out.Queue, waiter)
 		if oldest.IsZero() || w.Submitted.Before(oldest) {
 			oldest = w.Submitted
 		}
@@ -148,7 +156,7 @@ func (b *Broker) Status() Status {
 
 func (b *Broker) gpu(g scheduler.GPUView) GPU {
 	out := GPU{Index: g.Index, UUID: g.UUID, Name: g.Name, Total: int64(g.Total), Free: int64(g.Free), Used: int64(g.Used), Booked: int64(g.Booked),
-		Outsiders: int64(g.Outsiders), Programs: g.Device.Outsiders, Health: string(gpu.Healthy), Reason: g.Reason, Lock: g.Owner, Overcommitted: g.Overcommitted, SampledAt: stamp(g.SeenAt)}
+		Outsiders: int64(g.Outsiders), Programs: g.Device.Outsiders, Health: string(gpu.Healthy), Reason: g.Reason, Lock: g.Owner, Overcommitted: g.Overcommitted, SampledAt: stamp(g.SeenAt), LentUntil: stamp(g.LentUntil)}
 	if g.Lost {
 		out.Health = string(gpu.Lost)
 	}

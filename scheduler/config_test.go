@@ -58,12 +58,12 @@ func TestUnknownAndDisabledConsumersAreRefused(t *testing.T) {
 func TestAJobThatWantsToRunAtOnceOrNotAtAllLeavesNoTrace(t *testing.T) {
 	f := given(t, 16384, server("a", 10000), server("b", 10000))
 	f.warm("a", 10000)
-	before := f.s.Snapshot()
+	before := f.s.Snapshot(f.now)
 	for _, name := range []string{"b", "nobody"} {
 		effects := f.step(Submit{Slot: name, IfFree: true})
 		require.Equal(t, []Effect{{Kind: NotNow, Slot: name}}, effects)
 	}
-	require.Equal(t, before, f.s.Snapshot())
+	require.Equal(t, before, f.s.Snapshot(f.now))
 	effects := f.step(Submit{Slot: "a", IfFree: true})
 	require.Equal(t, Admit, effects[0].Kind)
 	require.Equal(t, NotNow, f.step(Submit{Slot: "a", IfFree: true})[0].Kind)
@@ -150,7 +150,7 @@ func TestARemovedSlotServesWhoWaitsThenUnloadsThenIsDropped(t *testing.T) {
 	f.evicted("a", 10000)
 	require.Equal(t, []string{"a"}, f.dropped)
 	f.requireRefused(f.submit("a"), UnknownConsumer)
-	require.Len(t, f.s.Snapshot().Slots, 1)
+	require.Len(t, f.s.Snapshot(f.now).Slots, 1)
 }
 
 func TestARemovedSlotThatIsNotLoadedIsDroppedAtOnce(t *testing.T) {
@@ -245,10 +245,10 @@ func TestTheQueueIsListedByPriorityThenAge(t *testing.T) {
 	f.submit("a")
 	f.submitJob(Submit{Slot: "a", Priority: 1})
 	var order []string
-	for _, w := range f.s.Snapshot().Queue {
+	for _, w := range f.s.Snapshot(f.now).Queue {
 		order = append(order, w.Slot)
 	}
 	require.Equal(t, []string{"a", "b", "a"}, order)
-	require.Equal(t, 1, f.s.Snapshot().Queue[0].Priority)
-	require.Equal(t, 3, f.s.Snapshot().Waiting)
+	require.Equal(t, 1, f.s.Snapshot(f.now).Queue[0].Priority)
+	require.Equal(t, 3, f.s.Snapshot(f.now).Waiting)
 }

@@ -21,7 +21,7 @@ func TestADrainedSlotTakesNoMoreJobsAndEndsThoseThatRun(t *testing.T) {
 	f.requireRunning(running)
 	require.True(t, f.slot("a").Draining)
 	require.False(t, f.slot("b").Draining)
-	require.False(t, f.s.Snapshot().Draining)
+	require.False(t, f.s.Snapshot(f.now).Draining)
 	h := f.submit("b")
 	f.loaded("b")
 	f.requireRunning(h)
@@ -43,7 +43,7 @@ func TestADrainOfAllRefusesWhoeverWaitsAndComes(t *testing.T) {
 	f.loaded("c") // goes on, for nobody
 	f.requireState("c", Ready)
 	f.requireRefused(f.submit("c"), Draining)
-	require.True(t, f.s.Snapshot().Draining)
+	require.True(t, f.s.Snapshot(f.now).Draining)
 	require.True(t, f.slot("c").Draining)
 	f.step(Drain{Slot: "a", Off: true})
 	f.requireRefused(f.submit("a"), Draining)
@@ -51,7 +51,7 @@ func TestADrainOfAllRefusesWhoeverWaitsAndComes(t *testing.T) {
 	require.Zero(t, f.s.Running())
 	f.step(Drain{Off: true})
 	f.requireRunning(f.submit("c"))
-	require.Zero(t, f.s.Snapshot().Waiting)
+	require.Zero(t, f.s.Snapshot(f.now).Waiting)
 }
 
 func TestADrainedSlotStaysSoWhenAllAreLetInAgain(t *testing.T) {

@@ -92,7 +92,7 @@ func (f *fixture) serve(sizes map[string]gpu.Bytes) {
 		if worked {
 			continue
 		}
-		if f.s.Snapshot().Waiting == 0 {
+		if f.s.Snapshot(f.now).Waiting == 0 {
 			return
 		}
 		f.advance(time.Second)
@@ -109,7 +109,7 @@ func TestFC06_TwoColdOnesAtOnceAreServedOneAfterTheOther(t *testing.T) {
 	require.Nil(t, b.refusal)
 	f.requireLoads("a", "b")
 	f.requireUnloads("a")
-	require.EqualValues(t, 2, f.s.Snapshot().Counts.Ended)
+	require.EqualValues(t, 2, f.s.Snapshot(f.now).Counts.Ended)
 }
 
 func TestFC10_TwoWaitersForTheSameVictimBothFinish(t *testing.T) {
@@ -190,5 +190,5 @@ func TestFC31_AFloorThatRisesWithEachExitMakesNoEvictionLoop(t *testing.T) {
 		require.Len(t, f.loads, i+2)
 		now, next = next, now
 	}
-	require.Zero(t, f.s.Snapshot().Counts.Refused)
+	require.Zero(t, f.s.Snapshot(f.now).Counts.Refused)
 }

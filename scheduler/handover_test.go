@@ -28,8 +28,8 @@ func TestOneTransitionAtATimeOnAGPU(t *testing.T) {
 	f.evicted("d", 2000)
 	f.requireLoads("a", "b")
 	f.loaded("b")
-	require.EqualValues(t, 2, f.s.Snapshot().Counts.ManualUnloads)
-	require.Zero(t, f.s.Snapshot().Counts.Evictions)
+	require.EqualValues(t, 2, f.s.Snapshot(f.now).Counts.ManualUnloads)
+	require.Zero(t, f.s.Snapshot(f.now).Counts.Evictions)
 }
 
 func TestLoadsOnDifferentGPUsRunSideBySide(t *testing.T) {
@@ -111,7 +111,7 @@ func TestAFailedUnloadIsNoEvictionAndTheNextCandidateIsTried(t *testing.T) {
 	f.evicted("w", 7000)
 	f.loaded("t")
 	f.requireRunning(h)
-	c := f.s.Snapshot().Counts
+	c := f.s.Snapshot(f.now).Counts
 	require.EqualValues(t, 1, c.Evictions)
 	require.EqualValues(t, 1, c.UnloadFailures)
 	require.Contains(t, f.decided("unload_failed", "v").Reason, "500")
@@ -205,7 +205,7 @@ func TestAnUnloadByHandIsDrainedFirst(t *testing.T) {
 	f.evicted("a", 10000)
 	f.loaded("a")
 	f.requireRunning(next) // it waited, and so it is loaded again
-	require.EqualValues(t, 1, f.s.Snapshot().Counts.ManualUnloads)
+	require.EqualValues(t, 1, f.s.Snapshot(f.now).Counts.ManualUnloads)
 	f.step(Unload{Slot: "nobody"})
 	f.requireUnloads("a")
 	f.step(Unload{Slot: "l"}) // it may have been loaded before we came

@@ -222,7 +222,7 @@ func TestAfterARefusedDialTheJobIsRefusedIfItsServerIsGone(t *testing.T) {
 	f, again := refusedDial(t)
 	f.probeRefused("a")
 	f.requireRefused(again, Unhealthy)
-	require.Zero(t, f.s.Snapshot().Waiting)
+	require.Zero(t, f.s.Snapshot(f.now).Waiting)
 }
 
 func TestARefusedDialOfAServerThatServesOthersTouchesThemNot(t *testing.T) {
@@ -305,7 +305,7 @@ func TestALostGPUIsNotLostTelemetry(t *testing.T) {
 	f.release(running)
 	f.requireRunning(waits)
 	f.release(waits)
-	require.Equal(t, "nvidia-smi: time-out", f.s.Snapshot().Degraded)
+	require.Equal(t, "nvidia-smi: time-out", f.s.Snapshot(f.now).Degraded)
 	f.advance(time.Minute)
 	b := f.submit("b") // book-keeping goes on
 	f.requireUnloads("a")
@@ -315,7 +315,7 @@ func TestALostGPUIsNotLostTelemetry(t *testing.T) {
 	f.requireRunning(b)
 	f.blind, f.cards[0].Free = "", 6384*gpu.MiB
 	f.sample()
-	require.Empty(t, f.s.Snapshot().Degraded)
+	require.Empty(t, f.s.Snapshot(f.now).Degraded)
 }
 
 func TestAGPUThatIsNotThereIsNamed(t *testing.T) {

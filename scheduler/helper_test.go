@@ -355,7 +355,7 @@ func (f *fixture) warm(name string, mib gpu.Bytes) {
 
 func (f *fixture) slot(name string) SlotView {
 	f.t.Helper()
-	for _, v := range f.s.Snapshot().Slots {
+	for _, v := range f.s.Snapshot(f.now).Slots {
 		if v.Name == name {
 			return v
 		}
@@ -369,7 +369,7 @@ func (f *fixture) booking(name string) int64 { return f.slot(name).Holds[0].Book
 
 func (f *fixture) states() map[string]SlotState {
 	m := map[string]SlotState{}
-	for _, v := range f.s.Snapshot().Slots {
+	for _, v := range f.s.Snapshot(f.now).Slots {
 		m[v.Name] = v.State
 	}
 	return m
@@ -472,4 +472,4 @@ func (f *fixture) look(d time.Duration) {
 }
 
 // outsiders is what programs that are none of ours hold of GPU 0, in MiB.
-func (f *fixture) outsiders() int64 { return f.s.Snapshot().GPUs[0].Outsiders.MiB() }
+func (f *fixture) outsiders() int64 { return f.s.Snapshot(f.now).GPUs[0].Outsiders.MiB() }

@@ -30,7 +30,7 @@ func TestAnIdleSlotIsUnloadedAtTheExactTime(t *testing.T) {
 	f.evicted("a", 4000)
 	f.requireState("a", Idle)
 	f.decided("idle_unloaded", "a")
-	n := f.s.Snapshot().Counts
+	n := f.s.Snapshot(f.now).Counts
 	require.EqualValues(t, 1, n.IdleUnloads)
 	require.Zero(t, n.Evictions+n.ManualUnloads)
 	require.Zero(t, f.booking("a"))
@@ -179,7 +179,7 @@ func TestFC14_LookingAtASlotDoesNotPutItsIdleUnloadOff(t *testing.T) {
 		f.probe("a", Yes)
 		f.sample()
 		f.step(Wake{})
-		f.s.Snapshot()
+		f.s.Snapshot(f.now)
 		f.s.Slot("a")
 		f.s.Learnt()
 		f.step(Submit{Slot: "nobody"})
@@ -321,9 +321,9 @@ func TestAFailingIdleUnloadIsTriedAgain(t *testing.T) {
 		require.Len(t, f.unloads, n+1)
 		f.advance(1)
 	}
-	require.EqualValues(t, 8, f.s.Snapshot().Counts.UnloadFailures)
+	require.EqualValues(t, 8, f.s.Snapshot(f.now).Counts.UnloadFailures)
 	f.evicted("a", 4000)
-	require.EqualValues(t, 1, f.s.Snapshot().Counts.IdleUnloads)
+	require.EqualValues(t, 1, f.s.Snapshot(f.now).Counts.IdleUnloads)
 }
 
 func TestAnIdleUnloadWaitsForTheTransitionOfAnotherOnItsGPU(t *testing.T) {
@@ -418,8 +418,8 @@ func TestAnUnloadByHandOfASlotThatIsAboutToGoCountsAsThat(t *testing.T) {
 	f.tell("a", f.now, false)
 	f.requireUnloads("a")
 	f.evicted("a", 4000)
-	require.EqualValues(t, 1, f.s.Snapshot().Counts.ManualUnloads)
-	require.Zero(t, f.s.Snapshot().Counts.IdleUnloads)
+	require.EqualValues(t, 1, f.s.Snapshot(f.now).Counts.ManualUnloads)
+	require.Zero(t, f.s.Snapshot(f.now).Counts.IdleUnloads)
 }
 
 func TestObservedIdleUnloadsAreSaidOnceForEachTime(t *testing.T) {

@@ -547,7 +547,7 @@ func (c *checker) outOfMemory(sv *simServer) {
 
 // theEnd checks what must hold once all is over.
 func (c *checker) theEnd() {
-	if a, b := c.w.s.Snapshot(), c.w.twin.Snapshot(); !reflect.DeepEqual(a, b) {
+	if a, b := c.w.s.Snapshot(c.w.now), c.w.twin.Snapshot(c.w.now); !reflect.DeepEqual(a, b) {
 		c.w.fail("the same history came to another state:\n%+v\n%+v", a, b)
 	}
 	for _, id := range c.w.order {

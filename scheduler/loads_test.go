@@ -26,7 +26,7 @@ func TestFC11_OutOfMemoryAtLoadCostsOneMoreVictimAndOneMoreTry(t *testing.T) {
 	f.loaded("t")
 	f.requireRunning(h)
 	f.requireState("w", Ready)
-	require.EqualValues(t, 1, f.s.Snapshot().Counts.Evictions)
+	require.EqualValues(t, 1, f.s.Snapshot(f.now).Counts.Evictions)
 }
 
 func TestASecondOutOfMemoryIsAFailedLoad(t *testing.T) {
@@ -42,7 +42,7 @@ func TestASecondOutOfMemoryIsAFailedLoad(t *testing.T) {
 	require.Equal(t, time.Second, r.RetryAfter)
 	require.Contains(t, r.Message, "CUDA out of memory")
 	f.requireUnloads("v")
-	require.EqualValues(t, 2, f.s.Snapshot().Counts.LoadFailures)
+	require.EqualValues(t, 2, f.s.Snapshot(f.now).Counts.LoadFailures)
 }
 
 func TestOutOfMemoryWithNobodyToGoIsAFailedLoad(t *testing.T) {
@@ -141,7 +141,7 @@ func TestFC04_ALoadGoesOnThoughTheFirstWaiterLeaves(t *testing.T) {
 	f.requireRunning(hs[1:]...)
 	require.False(t, hs[0].running)
 	f.requireLoads("a")
-	require.EqualValues(t, 1, f.s.Snapshot().Counts.Cancelled)
+	require.EqualValues(t, 1, f.s.Snapshot(f.now).Counts.Cancelled)
 }
 
 func TestFC05_ALoadThatADepartedClientAskedForGoesOn(t *testing.T) {
@@ -266,7 +266,7 @@ func TestFC12_AnIdleSlotMakesWayForANewOne(t *testing.T) {
 	f.requireRunning(h)
 	f.requireUnloads("image")
 	f.requireLoads("speech")
-	require.EqualValues(t, 1, f.s.Snapshot().Counts.Evictions)
+	require.EqualValues(t, 1, f.s.Snapshot(f.now).Counts.Evictions)
 }
 
 func TestFC32_ADeclaredSizeThatIsTooSmallIsRaisedToWhatIsMeasured(t *testing.T) {
@@ -304,7 +304,7 @@ func TestAResidentSlotIsBookedNeverRefused(t *testing.T) {
 	f.probe("b", Yes)
 	require.EqualValues(t, 14336, f.booking("a"))
 	require.EqualValues(t, 14336, f.booking("b"))
-	require.True(t, f.s.Snapshot().GPUs[0].Overcommitted)
+	require.True(t, f.s.Snapshot(f.now).GPUs[0].Overcommitted)
 	f.requireRunning(f.submit("a"))
 	c := f.submit("c")
 	f.requireWaiting(c)

@@ -23,14 +23,14 @@ func TestOneSlotComputesAtATime(t *testing.T) {
 	f.requireRunning(a1, a2) // side by side
 	b := f.submit("b")
 	f.requireWaiting(b)
-	require.Equal(t, "a", f.s.Snapshot().GPUs[0].Owner)
+	require.Equal(t, "a", f.s.Snapshot(f.now).GPUs[0].Owner)
 	f.release(a1)
 	f.requireWaiting(b)
 	f.release(a2)
 	f.requireRunning(b)
-	require.Equal(t, "b", f.s.Snapshot().GPUs[0].Owner)
+	require.Equal(t, "b", f.s.Snapshot(f.now).GPUs[0].Owner)
 	f.release(b)
-	require.Empty(t, f.s.Snapshot().GPUs[0].Owner)
+	require.Empty(t, f.s.Snapshot(f.now).GPUs[0].Owner)
 }
 
 func TestTheOwnerAddsJobsWhileTheOldestOtherIsNotMuchOlder(t *testing.T) {
@@ -194,7 +194,7 @@ func TestTheWorkOfAnAsyncServerHoldsSlotAndLockUntilItIsDone(t *testing.T) {
 	f.requireRunning(b)
 	require.Zero(t, f.slot("comfyui").Held)
 	require.False(t, f.slot("comfyui").LastUse.Before(used), "last use is the end of the work")
-	require.Zero(t, f.s.Snapshot().Running-1)
+	require.Zero(t, f.s.Snapshot(f.now).Running-1)
 }
 
 func TestOnlyAnAnswerSentAfterTheLastAcceptanceEndsTheHold(t *testing.T) {
@@ -237,7 +237,7 @@ func TestAServerThatGoesTakesItsHeldWorkWithIt(t *testing.T) {
 	f.step(Probed{Slot: "comfyui", Sent: f.now, Outcome: ProbeRefused, Detail: "connection refused"})
 	f.requireState("comfyui", Idle)
 	f.requireRunning(b)
-	require.Equal(t, 1, f.s.Snapshot().Running)
+	require.Equal(t, 1, f.s.Snapshot(f.now).Running)
 }
 
 func TestASecondReleaseDoesNothing(t *testing.T) {
@@ -261,7 +261,7 @@ func TestACancelThatLostTheRaceEndsTheJob(t *testing.T) {
 	next := f.submit("a")
 	f.cancel(h)
 	f.requireRunning(next)
-	require.Equal(t, 1, f.s.Snapshot().Running)
+	require.Equal(t, 1, f.s.Snapshot(f.now).Running)
 }
 
 func TestWhatIsDecidedForAnotherTargetDoesNotCostALazySlotItsTurn(t *testing.T) {

@@ -36,7 +36,7 @@ func TestFC23_MemoryThatComesBackLateIsWaitedFor(t *testing.T) {
 			f.loaded("b")
 			f.requireRunning(h)
 			require.False(t, f.s.FastSampling())
-			require.EqualValues(t, 1, f.s.Snapshot().Counts.Evictions)
+			require.EqualValues(t, 1, f.s.Snapshot(f.now).Counts.Evictions)
 		})
 	}
 }

@@ -43,7 +43,7 @@ func TestObservedEvictionsAreSaidOnceForThoseWhoWaitAndNotDone(t *testing.T) {
 	f.submit("b")
 	require.Equal(t, []string{"a", "a"}, f.said("would_evict"), "others wait now")
 	f.requireUnloads()
-	require.Zero(t, f.s.Snapshot().Counts.Evictions)
+	require.Zero(t, f.s.Snapshot(f.now).Counts.Evictions)
 }
 
 func TestWithObservedEvictionsATargetThatFitsIsLoaded(t *testing.T) {
@@ -132,5 +132,5 @@ func TestObservedEvictionsLeaveIdleUnloadsAlone(t *testing.T) {
 	f.evicted("a", 10000)
 	f.loaded("b")
 	f.requireRunning(h)
-	require.EqualValues(t, 1, f.s.Snapshot().Counts.IdleUnloads)
+	require.EqualValues(t, 1, f.s.Snapshot(f.now).Counts.IdleUnloads)
 }

@@ -41,7 +41,7 @@ func (s *State) admitOne(now time.Time) bool {
 			s.scratch = append(s.scratch, sl)
 		}
 	}
-	slices.SortStableFunc(s.scratch, func(a, b *slot) int { return before(a.queue.first(), b.queue.first()) })
+	slices.SortStableFunc(s.scratch, func(a, b *slot) int { return order(a.queue.first(), b.queue.first()) })
 	for i, sl := range s.scratch {
 		if sl.want.lock {
 			continue // plan loads it and admits its job in one step
@@ -89,8 +89,8 @@ func overlap(a, b *slot) bool {
 	return slices.ContainsFunc(a.on, func(h *holding) bool { return b.hold(h.card) != nil })
 }
 
-// before orders jobs by (priority, submitted at).
-func before(a, b *job) int {
+// order orders jobs by (priority, submitted at).
+func order(a, b *job) int {
 	if a.priority != b.priority {
 		return a.priority - b.priority
 	}
@@ -300,7 +300,7 @@ func (s *State) mayEnter(t *slot) bool {
 		return false
 	}
 	for _, o := range s.slots {
-		if o.queue.count > 0 && !o.cfg.LockNone && s.open(o, o.queue.head()) && s.share(o, t) && before(o.queue.first(), t.queue.first()) < 0 {
+		if o.queue.count > 0 && !o.cfg.LockNone && s.open(o, o.queue.head()) && s.share(o, t) && order(o.queue.first(), t.queue.first()) < 0 {
 			return false
 		}
 	}
@@ -552,10 +552,4 @@ func (s *State) exhausted(now time.Time, t *slot, why string) {
 	s.refuseAll(now, t, r)
 }
 
-func names(slots []*slot) string {
-	var b []string
-	for _, sl := range slots {
-		b = append(b, sl.cfg.Name)
-	}
-	return strings.Join(b, ", ")
-}
+func names(slots []*slot) string { return strings.Join(slotNames(slots), ", ") }

@@ -42,7 +42,7 @@ func TestComfyUIMakesWayForMVoice(t *testing.T) {
 	f.requireRunning(h)
 	f.requireUnloads("comfyui")
 	f.requireLoads("mvoice")
-	require.EqualValues(t, 1, f.s.Snapshot().Counts.Evictions)
+	require.EqualValues(t, 1, f.s.Snapshot(f.now).Counts.Evictions)
 }
 
 func TestCanCoexistWithKeepsOllamaThoughItIsLeastRecentlyUsed(t *testing.T) {

@@ -222,6 +222,16 @@ func (q *queue) first() *job {
 	return q.levels[0].first
 }
 
+// ahead is how many jobs are before a waiting one by (priority, submitted at).
+func (q *queue) ahead(j *job) (n int) {
+	for i := range q.levels {
+		for o := q.levels[i].first; o != nil && o != j && q.levels[i].priority <= j.priority; o = o.next {
+			n++
+		}
+	}
+	return n
+}
+
 // anyPriority is less urgent than all.
 const anyPriority = int(^uint(0) >> 1)
 

@@ -227,8 +227,8 @@ func TestUnloadsThatBringNothingBackEndInARefusalThatTellsOfEach(t *testing.T) {
 	}
 	f.requireState("v6", Ready)
 	f.requireState("v7", Ready)
-	require.Zero(t, f.s.Snapshot().GPUs[0].Outsiders)
-	require.EqualValues(t, 6, f.s.Snapshot().Counts.Evictions)
+	require.Zero(t, f.s.Snapshot(f.now).GPUs[0].Outsiders)
+	require.EqualValues(t, 6, f.s.Snapshot(f.now).Counts.Evictions)
 }
 
 func TestMaxEvictionsIsAKnob(t *testing.T) {
@@ -293,7 +293,7 @@ func TestALazySlotThatWasNeverCalledIsUnloadedOnceBeforeARefusal(t *testing.T) {
 	f.free(16084) // its memory comes back
 	f.loaded("mvoice")
 	f.requireRunning(h)
-	require.Zero(t, f.s.Snapshot().Counts.Evictions)
+	require.Zero(t, f.s.Snapshot(f.now).Counts.Evictions)
 }
 
 func TestALazySlotThatWorksForSomebodyElseIsNotUnloadedBeforeItIsDone(t *testing.T) {
@@ -422,7 +422,7 @@ func TestReasonsForWaitingNameWhoIsInTheWay(t *testing.T) {
 	f.submit("a")
 	f.submit("b")
 	require.Contains(t, f.slot("b").Why, "memory of a")
-	q := f.s.Snapshot().Queue
+	q := f.s.Snapshot(f.now).Queue
 	require.Equal(t, "b", q[0].Slot)
 	require.True(t, slices.ContainsFunc(q, func(w WaiterView) bool { return strings.Contains(w.Why, "memory of a") }))
 }

@@ -84,7 +84,7 @@ type WaiterView struct {
 const snapshotQueue = 100
 
 // Snapshot copies what people may see. It changes nothing.
-func (s *State) Snapshot() Snapshot {
+func (s *State) Snapshot(now time.Time) Snapshot {
 	out := Snapshot{Waiting: s.waiting, Running: s.running, Counts: s.counts, Draining: s.draining || s.ending}
 	for _, c := range s.gpus {
 		sh := s.sheet(c, nil)
@@ -100,7 +100,7 @@ func (s *State) Snapshot() Snapshot {
 	for _, sl := range s.slots {
 		out.Slots = append(out.Slots, s.view(sl))
 	}
-	out.Queue = s.viewQueue()
+	out.Queue = s.viewQueue(now)
 	return out
 }
 
@@ -137,26 +137,75 @@ func (s *State) view(sl *slot) SlotView {
 }
 
 // viewQueue merges the slots' queues by (priority, submitted at), up to a bound.
-func (s *State) viewQueue() []WaiterView {
+func (s *State) viewQueue(now time.Time) []WaiterView {
 	var heads []*job
 	for _, sl := range s.slots {
 		for i := range sl.queue.levels {
 			heads = append(heads, sl.queue.levels[i].first)
 		}
 	}
+	before := map[*slot]int{} // how many of a slot were listed already
 	var out []WaiterView
 	for len(heads) > 0 && len(out) < snapshotQueue {
 		first := 0
 		for i := range heads {
-			if before(heads[i], heads[first]) < 0 {
+			if order(heads[i], heads[first]) < 0 {
 				first = i
 			}
 		}
 		j := heads[first]
-		out = append(out, WaiterView{Job: j.id, Slot: j.slot.cfg.Name, Priority: j.priority, Submitted: j.submitted, Why: j.slot.why})
+		out = append(out, WaiterView{Job: j.id, Slot: j.slot.cfg.Name, Client: j.client, Priority: j.priority, Submitted: j.submitted,
+			Position: len(out) + 1, Estimate: s.estimate(now, j.slot, before[j.slot]), Why: j.slot.why})
+		before[j.slot]++
 		if heads[first] = j.next; j.next == nil {
 			heads = append(heads[:first], heads[first+1:]...)
 		}
 	}
+	for _, client := range s.resting.clients() {
+		for _, j := range s.resting.parked[client] {
+			if len(out) < snapshotQueue {
+				out = append(out, WaiterView{Job: j.id, Slot: j.slot.cfg.Name, Client: j.client, Priority: j.priority, Submitted: j.submitted,
+					Position: len(out) + 1, Estimate: -1, Why: "its client has started another request too short a time ago"})
+			}
+		}
+	}
 	return out
+}
+
+// estimate is how long a job may still wait that has so many before it on its
+// slot; -1: nothing is known that would tell. It takes the time of what has to happen first from
+// what was measured: the policy's bound, the load, and the jobs before it.
+func (s *State) estimate(now time.Time, sl *slot, ahead int) time.Duration {
+	if sl.health != healthGood || sl.lent || !sl.want.blocked.IsZero() {
+		return -1
+	}
+	var wait time.Duration
+	switch sl.state {
+	case Ready:
+		if sl.gate.closed {
+			return -1
+		}
+	case Loading:
+		wait = max(0, sl.loadAt.Add(sl.loadTime()).Sub(now))
+	default:
+		wait = sl.loadTime()
+		if !s.fits(sl) {
+			wait += max(0, sl.ageStart().Add(s.bound(sl)).Sub(now))
+		}
+	}
+	if ahead += sl.active; ahead > 0 {
+		if !sl.runCost.known {
+			return -1
+		}
+		wait += time.Duration(int64(ahead/max(1, sl.cfg.Concurrency))) * sl.runCost.value
+	}
+	return wait
+}
+
+// loadTime is how long a load of the slot takes, as far as is known.
+func (sl *slot) loadTime() time.Duration {
+	if sl.loadCost.known {
+		return sl.loadCost.value
+	}
+	return sl.switchCost()
 }

@@ -65,5 +65,5 @@ func TestResidueIsNotTakenForWhatAnotherGivesBack(t *testing.T) {
 	f.requireRunning(h)
 	f.use(9216)
 	require.EqualValues(t, 9216, f.booking("a"), "it is still there, and still booked to a")
-	require.Zero(t, f.s.Snapshot().GPUs[0].Outsiders)
+	require.Zero(t, f.s.Snapshot(f.now).GPUs[0].Outsiders)
 }

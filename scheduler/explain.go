@@ -1,0 +1,135 @@
+package scheduler
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// Explanation is what would happen if a request came now.
+type Explanation struct {
+	Slot     string    `json:"consumer"`
+	Priority int       `json:"priority"`
+	Outcome  string    `json:"outcome"` // runs, waits, loads, evicts, refused
+	Reason   string    `json:"reason"`  // in a sentence
+	Code     Code      `json:"code,omitempty"`
+	Victims  []string  `json:"victims,omitempty"` // who would be unloaded, now or once they may be
+	Need     gpu.Bytes `json:"need,omitempty"`
+	Avail    gpu.Bytes `json:"available,omitempty"`
+	Estimate float64   `json:"estimate_s"` // until it would run; -1: not known
+}
+
+// Explain says what would happen if a request for a slot came now. Nothing
+// happens: the state is as before.
+func (s *State) Explain(now time.Time, slotName string, priority int) Explanation {
+	out := Explanation{Slot: slotName, Priority: priority, Outcome: "refused", Estimate: -1}
+	sl := s.named[slotName]
+	if r := s.refusesNew(sl, slotName); r != nil {
+		out.Code, out.Reason = r.Code, r.Message
+		return out
+	}
+	j := s.jobs.take()
+	j.slot, j.priority, j.submitted, j.bulk = sl, priority, now, priority >= s.cfg.ReservedBelow
+	wake, effects, credit, empty := s.wake, len(s.effects), sl.credit, sl.emptyAt
+	if sl.queue.count == 0 { // what its coming would do
+		sl.credit.lapse(now, s.creditFor(sl))
+	}
+	sl.queue.push(j)
+	defer func() {
+		sl.queue.remove(j)
+		sl.credit, sl.emptyAt = credit, empty
+		s.jobs.put(j)
+		s.wake, s.effects = wake, s.effects[:effects]
+	}()
+	if sl.cfg.Cloud || s.cfg.Mode == Passthrough {
+		out.Outcome, out.Reason, out.Estimate = "runs", "it needs nothing of this machine", 0
+		return out
+	}
+	if s.waiting >= s.cfg.MaxQueue {
+		out.Code, out.Reason = QueueFull, s.tooMany(j).Message
+		return out
+	}
+	ahead := sl.queue.ahead(j)
+	if d := s.estimate(now, sl, ahead); d >= 0 {
+		out.Estimate = d.Seconds()
+	}
+	if sl.cold() {
+		s.explainCold(now, sl, &out)
+		return out
+	}
+	out.Outcome = "waits"
+	switch {
+	case sl.lent:
+		out.Reason = "its GPU is lent until " + s.lentUntil(now, sl).UTC().Format(time.RFC3339)
+	case sl.state == Loading:
+		out.Reason = "it is being loaded"
+	case sl.state == Stopping:
+		out.Reason = "it is being unloaded, and would be loaded again"
+	case sl.gate.closed:
+		out.Reason = fmt.Sprintf("it is about to be unloaded for %s, and would be loaded again", orElse(name(sl.gate.target), "nobody in particular"))
+	case ahead > 0:
+		out.Reason = fmt.Sprintf("%d requests for it are before this one", ahead)
+	case !sl.hasPlace(j):
+		out.Reason = fmt.Sprintf("it runs %d requests, and its concurrency is %d", sl.active, sl.cfg.Concurrency)
+	case !s.lockFree(sl):
+		out.Reason = "it is loaded, and another computes on its GPU"
+	default:
+		out.Outcome, out.Reason, out.Estimate = "runs", "it is loaded, and its GPU is free", 0
+	}
+	return out
+}
+
+// explainCold is the part of a slot that is not loaded. The request is in its queue, in thought.
+func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
+	out.Need, out.Avail = s.needOf(t)
+	out.Outcome = "waits"
+	if r := s.neverFits(t); r != nil {
+		out.Outcome, out.Code, out.Reason = "refused", r.Code, r.Message
+		return
+	}
+	switch {
+	case t.health == healthUnknown || !s.sampled:
+		out.Reason = "nothing is known of its server or of the GPU yet"
+		return
+	case t.lent:
+		out.Reason = "its GPU is lent until " + s.lentUntil(now, t).UTC().Format(time.RFC3339)
+		return
+	case now.Before(t.coolUntil):
+		out.Reason = "it cools down after a failed load until " + t.coolUntil.UTC().Format(time.RFC3339)
+		return
+	}
+	for _, h := range t.on {
+		if o := s.transition(h.card); o != nil && o != t {
+			out.Reason = fmt.Sprintf("%s is being loaded or unloaded on its GPU: one at a time", o.cfg.Name)
+			return
+		}
+	}
+	if s.fits(t) {
+		out.Outcome, out.Reason = "loads", fmt.Sprintf("it would be loaded at once: it needs %s, and %s is available", out.Need, out.Avail)
+		return
+	}
+	if plan := s.choose(t, func(v *slot) bool { return s.permittedNow(now, t, v) }); plan != nil {
+		out.Victims = slotNames(plan)
+		out.Outcome, out.Reason = "evicts", fmt.Sprintf("it needs %s, %s is available: %s would make way at once", out.Need, out.Avail, names(plan))
+		if s.cfg.ObserveEvictions {
+			out.Outcome, out.Code, out.Reason = "refused", VRAMExhausted, out.Reason+", were evictions not only observed"
+		}
+		return
+	}
+	if could := s.choose(t, func(v *slot) bool { return s.permitted(t, v) }); could != nil {
+		out.Victims = slotNames(could)
+		out.Reason = fmt.Sprintf("it needs %s, %s is available: it would wait until it may take the memory of %s, at the latest when it has waited for %s and they have served what came before",
+			out.Need, out.Avail, names(could), s.bound(t))
+		return
+	}
+	out.Outcome, out.Code = "refused", VRAMExhausted
+	out.Reason = fmt.Sprintf("it needs %s, %s is available, and nothing that may be unloaded would bring enough: %s; it would be refused after %s", out.Need, out.Avail, s.inTheWay(t), s.cfg.OutsiderWait)
+}
+
+func slotNames(slots []*slot) (out []string) {
+	for _, sl := range slots {
+		out = append(out, sl.cfg.Name)
+	}
+	return out
+}
