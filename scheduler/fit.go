@@ -17,10 +17,14 @@ type sheet struct {
 	target  int // position of the target; -1: none
 }
 
-// sheet writes down who holds what of a GPU.
+// sheet writes down who holds what of a GPU. Slots that hold nothing are left
+// out, but for the target: of many slots only few fit on a GPU, and an account is drawn up often.
 func (s *State) sheet(c *card, t *slot) *sheet {
 	sh := &sheet{card: Card{Total: c.Total, Free: c.Free, Reserve: s.cfg.Reserve, Known: c.Known}, target: -1}
 	for _, sl := range s.slots {
+		if sl != t && sl.state == Idle && !sl.holdsAnything() {
+			continue
+		}
 		h := sl.hold(c.Index)
 		if h == nil {
 			continue
@@ -35,6 +39,16 @@ func (s *State) sheet(c *card, t *slot) *sheet {
 		sh.entries, sh.slots, sh.holds = append(sh.entries, e), append(sh.slots, sl), append(sh.holds, h)
 	}
 	return sh
+}
+
+// holdsAnything says whether there is something to account for, of a slot that is not loaded.
+func (sl *slot) holdsAnything() bool {
+	for _, h := range sl.on {
+		if h.residue != 0 || h.hasMeas {
+			return true
+		}
+	}
+	return false
 }
 
 // without unloads slots in thought: each leaves behind what it left before.
@@ -122,7 +136,10 @@ func (s *State) neverFits(t *slot) *Refusal {
 		}
 		var pinned gpu.Bytes
 		for _, v := range s.slots {
-			if vh := v.hold(h.card); vh != nil && v != t && v.pinned() && v.state != Idle {
+			if v == t || v.state == Idle || !v.pinned() {
+				continue
+			}
+			if vh := v.hold(h.card); vh != nil {
 				pinned += vh.booking
 			}
 		}

@@ -332,11 +332,14 @@ func (s *State) stoppingOn(c *card) bool {
 	return slices.ContainsFunc(s.slots, func(sl *slot) bool { return sl.state == Stopping && sl.hold(c.Index) != nil })
 }
 
-// ledger is the account of a GPU, and the position of a slot in it (-1: not there).
+// ledger is the account of a GPU, and the position of a slot in it.
 func (s *State) ledger(c *card, of *slot) (Ledger, int) {
 	sh := s.sheet(c, nil)
-	at := slices.Index(sh.slots, of)
-	return account(sh.card, sh.entries, nil), at
+	l, at := account(sh.card, sh.entries, nil), slices.Index(sh.slots, of)
+	if at < 0 { // it holds nothing
+		l.Seen, at = append(l.Seen, 0), len(l.Seen)
+	}
+	return l, at
 }
 
 // doubtful says whether memory has moved since the last look at it, to nobody knows where.

@@ -221,7 +221,7 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 				s.close(now, o, t, unloadReason(t))
 				return true
 			}
-			t.why = fmt.Sprintf("waits for the load or unload of %s", o.cfg.Name)
+			t.why = "waits for the load or unload of " + o.cfg.Name
 			return false
 		}
 	}
@@ -321,7 +321,7 @@ func (s *State) permitted(t, v *slot) bool {
 }
 
 func (s *State) candidate(t, v *slot) bool {
-	return v != t && s.shields(t, v) == "" && v.state != Idle && (overlap(t, v) || conflict(t, v))
+	return v.state != Idle && v != t && s.shields(t, v) == "" && (overlap(t, v) || conflict(t, v))
 }
 
 // protects names what keeps v from being unloaded for t.
@@ -416,7 +416,8 @@ func (s *State) permittedNow(now time.Time, t, v *slot) bool {
 
 // choose picks the slots that must go so that t fits, out of those that may:
 // idle ones first, then by spec §3.4, only as many as needed, and without
-// those that turned out not to be. nil: all together are not enough.
+// those that turned out not to be. nil: all together are not enough. That t
+// does not fit as things are is known.
 func (s *State) choose(t *slot, may func(v *slot) bool) []*slot {
 	var all []*slot
 	for _, v := range s.slots {
@@ -432,13 +433,14 @@ func (s *State) choose(t *slot, may func(v *slot) bool) []*slot {
 		return all[:1]
 	}
 	var chosen []*slot
+	enough := false
 	for _, v := range all {
-		if s.fitsAfter(t, chosen...) {
+		chosen = append(chosen, v)
+		if enough = s.fitsAfter(t, chosen...); enough {
 			break
 		}
-		chosen = append(chosen, v)
 	}
-	if !s.fitsAfter(t, chosen...) {
+	if !enough {
 		return nil
 	}
 	for i := len(chosen) - 2; i >= 0; i-- {
@@ -487,7 +489,7 @@ func (s *State) wait(now time.Time, t *slot) (progress bool) {
 		return true
 	case len(could) > 0:
 		t.want.blocked = time.Time{}
-		t.why = "waits until it may take the memory of " + names(could)
+		t.waitFor(could)
 		if s.overdue(now, t) || slices.ContainsFunc(could, func(v *slot) bool {
 			since, wants, urgent := s.patience(now, t, v)
 			return urgent && now.Sub(since) >= wants
@@ -513,6 +515,15 @@ func (s *State) wait(now time.Time, t *slot) (progress bool) {
 	}
 	s.exhausted(now, t, why)
 	return true
+}
+
+// waitFor notes why the jobs of a slot wait, whose turn to take the memory of others has not come.
+func (sl *slot) waitFor(could []*slot) {
+	const waits = "waits until it may take the memory of "
+	if len(could) == 1 && len(sl.why) == len(waits)+len(could[0].cfg.Name) && strings.HasPrefix(sl.why, waits) && strings.HasSuffix(sl.why, could[0].cfg.Name) {
+		return // many targets may wait for one, and be planned often
+	}
+	sl.why = waits + names(could)
 }
 
 // mayBeLoaded says of a lazy slot that was never used or unloaded since the start that nobody can know.

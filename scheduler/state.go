@@ -275,10 +275,13 @@ func (s *State) pump(now time.Time) {
 	s.sweep(now)
 	s.clearLent(now)
 	s.restore(now)
-	for again := true; again; {
+	s.proceed(now)
+	s.admitReady(now)
+	for again := true; again; { // planning is dear: only while something has moved since the last
+		again = s.plan(now)
+		before := len(s.effects) // what moves is put on record, or starts something
 		s.proceed(now)
-		again = s.admitReady(now)
-		again = s.plan(now) || again
+		again = s.admitReady(now) || again || len(s.effects) > before
 	}
 	s.unloadIdle(now)
 	if s.waiting > 0 {
@@ -404,7 +407,7 @@ func (s *State) owner(index int) *slot {
 // transition is the slot that loads or unloads on the GPU, if one does.
 func (s *State) transition(index int) *slot {
 	for _, sl := range s.slots {
-		if sl.hold(index) != nil && (sl.state == Loading || sl.state == Stopping || sl.stop.flush) {
+		if (sl.state == Loading || sl.state == Stopping || sl.stop.flush) && sl.hold(index) != nil {
 			return sl
 		}
 	}
