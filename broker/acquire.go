@@ -21,6 +21,10 @@ type Request struct {
 
 	Candidates []string // the ladder, Consumer being the first of it; empty: Consumer alone
 	PinPrimary bool     // Consumer, whatever else is warm
+
+	// Waiting, unless nil, is called once, by Acquire's own goroutine and before
+	// it waits, if the request does not have its place at once. place tells where it stands, at any time and from any goroutine.
+	Waiting func(place func() Place)
 }
 
 // Lease is the right to run one job. It must be released.
@@ -35,6 +39,7 @@ type Lease struct {
 	Loads    bool          // its server loads inside it
 	Queued   time.Duration // how long it waited for its turn
 	Loading  time.Duration // … and how long for its load
+	client   string
 }
 
 // Refused is the error of a request that gets no place.
@@ -52,6 +57,9 @@ func (b *Broker) Acquire(ctx context.Context, r Request) (Lease, error) {
 	if err != nil || w == nil {
 		return lease, err
 	}
+	if r.Waiting != nil {
+		b.announce(r.Waiting, lease.job, w)
+	}
 	return b.await(ctx, lease, w)
 }
 
@@ -62,7 +70,9 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 	now := time.Now() // under the lock: the state's time never goes back
 	if r.Submitted.IsZero() {
 		r.Submitted = now
+		b.clients.asked(r.Client, now)
 	}
+	r.Consumer = b.choose(now, &r)
 	c := b.consumers[r.Consumer]
 	if c == nil || b.closed {
 		return Lease{}, nil, b.refusedAtOnce(now, r.Consumer, noConsumer(r.Consumer, b.closed))
@@ -73,7 +83,7 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 	effects, wake := b.state.Step(now, scheduler.Submit{Slot: r.Consumer, Priority: r.Priority, Submitted: r.Submitted, Deadline: r.Submitted.Add(r.Budget),
 		Client: r.Client, KeepAlive: r.KeepAlive, StayWarm: r.StayWarm, Cooldown: r.Cooldown})
 	c.requests++
-	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: r.Submitted, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async}
+	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: r.Submitted, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async, client: r.Client}
 	switch effects[0].Kind {
 	case scheduler.Admit: // the warm path
 		b.act(now, effects, wake)
@@ -94,6 +104,7 @@ func (b *Broker) TryAcquire(r Request) (Lease, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	now := time.Now()
+	r.Consumer = b.choose(now, &r)
 	c := b.consumers[r.Consumer]
 	if c == nil || b.closed {
 		return Lease{}, false
@@ -102,8 +113,9 @@ func (b *Broker) TryAcquire(r Request) (Lease, bool) {
 	if effects[0].Kind != scheduler.Admit {
 		return Lease{}, false
 	}
-	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: now, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async}
+	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: now, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async, client: r.Client}
 	c.requests++
+	b.clients.asked(r.Client, now)
 	b.act(now, effects, wake)
 	return lease, true
 }
@@ -142,6 +154,7 @@ func (l Lease) Release(outcome scheduler.Outcome) (at time.Time) {
 	now := time.Now()
 	if !b.closed {
 		b.lastRun = now.Sub(l.Began)
+		b.clients.ended(l.client, now, l.Queued+l.Loading, b.lastRun)
 		effects, wake := b.state.Step(now, scheduler.Release{Job: l.job, Outcome: outcome})
 		b.act(now, effects, wake)
 		b.ended()

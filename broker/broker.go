@@ -31,6 +31,11 @@ type Broker struct {
 	sampler   *samplerLoop                // guarded by mu
 	devices   map[string]gpu.Device       // guarded by mu: the last full reading of each GPU, for display
 
+	flags  flags    // see there
+	ladder []string // guarded by mu: scratch space of guarded
+
+	clients clients // guarded by mu
+
 	released chan struct{} // guarded by mu: closed after the next event; nil: nobody waits for that
 	keeping  bool          // guarded by mu: the loop that saves runs
 

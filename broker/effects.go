@@ -98,7 +98,7 @@ func (b *Broker) startProbes(c *consumer) {
 		c.stopProbes()
 		c.stopProbes = nil
 	}
-	if !c.traits.Health || !c.cfg.IsEnabled() {
+	if !c.traits.Health || !c.cfg.IsEnabled() || c.cfg.Cloud { // one that runs elsewhere is nobody's to watch
 		return
 	}
 	ctx, cancel := context.WithCancel(b.ctx)

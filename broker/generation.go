@@ -27,6 +27,8 @@ type Generation struct {
 	Logger     *zap.Logger
 	Observer   Observer
 	Store      Store // where what was learnt is kept; nil: nowhere
+	FlagStore  Store // where the flags are kept; nil: nowhere
+	CloudSeed  *bool // what the environment says of cloud fallbacks; nil: nothing
 
 	once   sync.Once
 	ruled  chan struct{}               // see Ruled
@@ -82,6 +84,7 @@ func (c *consumer) loadedSince(since time.Time) time.Duration {
 // as soon as those before it are popped, which is when Caddy stops them: until
 // then something else of its configuration may fail, and it must not have had any effect.
 func (b *Broker) Push(g *Generation) error {
+	b.recallFlags(g)
 	if learnt, first := b.recall(g); first {
 		b.step(scheduler.Recall{Learnt: learnt})
 	}
@@ -251,7 +254,8 @@ func schedulerConfig(c *config.Broker) scheduler.Config {
 func slotConfig(c *config.Consumer, t lifecycle.Traits) scheduler.SlotConfig {
 	idle, longest := c.Idle(), c.LongestRun()
 	if c.Cloud {
-		return scheduler.SlotConfig{Name: c.Name, Server: c.Upstream, Disabled: !c.IsEnabled(), Cloud: true, LockNone: true, Concurrency: 1, MaxRun: longest, Budget: time.Duration(c.Budget)}
+		// Elsewhere it is another server, though it may have the same address: nothing that was known of it holds.
+		return scheduler.SlotConfig{Name: c.Name, Server: "cloud " + c.Upstream, Disabled: !c.IsEnabled(), Cloud: true, LockNone: true, Concurrency: 1, MaxRun: longest, Budget: time.Duration(c.Budget)}
 	}
 	return scheduler.SlotConfig{
 		Name: c.Name, Server: c.Upstream, Disabled: !c.IsEnabled(), GPUs: []int{c.GPU}, Claim: c.VRAM, Residual: c.Residual, Concurrency: c.Concurrency,

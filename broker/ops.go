@@ -138,7 +138,10 @@ func (b *Broker) Resume(name string) error {
 }
 
 // StopAdmitting is Drain of all, without waiting, and for good: the process ends.
-func (b *Broker) StopAdmitting() { b.step(scheduler.Drain{Final: true}) }
+func (b *Broker) StopAdmitting() {
+	b.step(scheduler.Drain{Final: true})
+	b.wakeFollowers()
+}
 
 // Ending is the error of a request that can't be served any more because the process ends; nil: it does not.
 func (b *Broker) Ending(consumer string) error {

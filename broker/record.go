@@ -24,10 +24,12 @@ type ring struct {
 	items [ringSize]scheduler.Decision
 	next  int
 	full  bool
+	count uint64 // of all that there ever were
 }
 
 func (r *ring) add(d scheduler.Decision) {
 	r.items[r.next] = d
+	r.count++
 	r.next = (r.next + 1) % ringSize
 	r.full = r.full || r.next == 0
 }
@@ -102,7 +104,7 @@ func logDecision(log *zap.Logger, d scheduler.Decision) {
 	switch d.Kind {
 	case "bug":
 		log.Error(d.Kind, fields...)
-	case "refuse", "load_failed", "unload_failed", "unhealthy", "gpu_lost", "telemetry_lost":
+	case "refuse", "short_budget", "load_failed", "unload_failed", "unhealthy", "gpu_lost", "telemetry_lost":
 		log.Warn(d.Kind, fields...)
 	default:
 		log.Info(d.Kind, fields...)

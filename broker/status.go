@@ -26,6 +26,7 @@ type Status struct {
 	Queue      []Waiter `json:"queue"`
 
 	Consumers map[string]Consumer `json:"consumers"`
+	Clients   []Client            `json:"clients"` // the one that was seen last first; at most 256
 }
 
 // GPU is one card.
@@ -94,6 +95,7 @@ type Consumer struct {
 	LastPriority  int     `json:"last_priority,omitempty"`
 	StayWarmS     float64 `json:"stay_warm_s"`
 	Pinned        bool    `json:"pinned"`
+	Cloud         bool    `json:"cloud,omitempty"` // runs elsewhere: nothing of it is on a GPU
 	Removed       bool    `json:"removed,omitempty"`
 	Draining      bool    `json:"draining,omitempty"` // no more requests for it are taken
 	UnloadAt      string  `json:"unload_at,omitempty"`
@@ -125,7 +127,7 @@ func (b *Broker) Status() Status {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	snap := b.state.Snapshot(now)
-	out := Status{APIVersion: APIVersion, Degraded: snap.Degraded, GPUCount: len(snap.GPUs), GPUs: []GPU{}, Queue: []Waiter{}, Consumers: map[string]Consumer{}}
+	out := Status{APIVersion: APIVersion, Degraded: snap.Degraded, GPUCount: len(snap.GPUs), GPUs: []GPU{}, Queue: []Waiter{}, Consumers: map[string]Consumer{}, Clients: b.clients.list()}
 	if b.sampler != nil {
 		out.Sampler, out.SamplerWhy = b.sampler.name, b.sampler.why
 	}
@@ -194,6 +196,8 @@ func (b *Broker) consumerStatus(v scheduler.SlotView) Consumer {
 	if c := b.consumers[v.Name]; c != nil {
 		out.TotalRequests = c.requests
 		out.StayWarmS = time.Duration(c.cfg.KeepAlive).Seconds()
+		out.Cloud = c.cfg.Cloud
+		out.Loaded = out.Loaded && !out.Cloud
 	}
 	return out
 }

@@ -48,6 +48,7 @@ func readConsumer(d *caddyfile.Dispenser, c *config.Consumer) error {
 func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 	s := newSaid(c.Explicit)
 	words := map[string]word{
+		"alias":   checkedList(&c.Alias, "NAME ...", config.CheckAlias),
 		"preset":  single(s, &c.Preset, "ollama", anyText),
 		"enabled": single(s, &c.Enabled, config.Off, oneOf("enabled setting", config.Switches)),
 		"upstream": single(s, &c.Upstream, "127.0.0.1:8188", func(address string) (string, error) {
@@ -63,14 +64,22 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 
 		"concurrency": single(s, &c.Concurrency, "1", number(1)),
 		"lock":        single(s, &c.Lock, config.LockNone, oneOf("lock", config.ConsumerLocks)),
+		"priority":    optional(s, &c.Priority, "100", priorityNumber),
+		"category":    single(s, &c.Category, "llm", category),
+
+		"reserved_interactive": single(s, &c.ReservedInteractive, "1", number(0)),
 
 		"can_coexist_with": list(&c.CanCoexistWith, "CONSUMER ..."),
+		"conflicts_with":   consumerNames("conflicts_with", &c.ConflictsWith),
+		"fallback":         consumerNames("fallback", &c.Fallback),
 		"processes":        list(&c.Processes, "PROCESS ..."),
 
 		"pin":          flag(s, &c.Pin),
 		"no_evict":     flag(s, &c.NoEvict),
 		"vram_managed": flag(s, &c.VRAMManaged),
 		"async":        flag(s, &c.Async),
+		"pin_primary":  flag(s, &c.PinPrimary),
+		"cloud":        flag(s, &c.Cloud),
 
 		"keep_alive":     single(s, &c.KeepAlive, "5m", duration),
 		"idle_timeout":   optional(s, &c.IdleTimeout, "15m", duration),

@@ -76,6 +76,14 @@ func brokerWords(b *config.Broker) map[string]word {
 		"overtake_max":  optional(s, &b.OvertakeMax, "10m", duration),
 		"hold":          optional(s, &b.Hold, "0.25", factor),
 		"lock_overtake": optional(s, &b.LockOvertake, "20s", duration),
+		"credit":        optional(s, &b.Credit, "60s", duration),
+
+		"client_cooldown":      single(s, &b.ClientCooldown, "2s", duration),
+		"reserved_interactive": reserved(&b.ReservedInteractive),
+		"victim_priority":      single(s, &b.VictimPriority, config.VictimLower, oneOf("victim_priority", config.VictimPriorities)),
+		"stay_warm":            stayWarm(&b.StayWarm),
+		"restore":              restore(&b.Restore),
+		"request_log":          single(s, &b.RequestLog, "/var/log/caddy/gpu-requests.csv", anyText),
 	}
 }
 

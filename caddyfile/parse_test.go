@@ -80,12 +80,15 @@ func TestEveryFieldOfTheConfigHasItsWord(t *testing.T) {
 	}{
 		{config.Broker{}, brokerWords(&config.Broker{})},
 		{config.Consumer{}, consumerWords(&config.Consumer{}, &lifecycle{})},
+		{Route{}, routeWords(new(Route), newSaid(nil))},
 	} {
 		typ := reflect.TypeOf(tc.of)
 		for i := range typ.NumField() {
 			name, _, _ := strings.Cut(typ.Field(i).Tag.Get("json"), ",")
 			switch name {
 			case "", "name", "source":
+				continue
+			case "consumer": // stands after the directive
 				continue
 			case "consumers":
 				name = "consumer"
@@ -97,27 +100,23 @@ func TestEveryFieldOfTheConfigHasItsWord(t *testing.T) {
 	}
 }
 
-func TestCheckFindsAllFaultsOfARouteGivenAsJSON(t *testing.T) {
-	r := Route{Bypass: []string{"x"}, Touch: []string{"PSOT /x"}, Budget: -1e9, MaxBody: -1, Headers: "offf"}
-	err := r.Check()
-	if err == nil {
-		t.Fatal("no error")
-	}
-	want := []string{
-		`bypass: route "x": the path must begin`, `touch: route "PSOT /x"`, "budget is -1s: it must not be negative",
-		"max_body is -1 bytes: it must not be negative", `unknown headers setting "offf": did you mean off?`,
-	}
-	lines := strings.Split(err.Error(), "\n")
-	if len(lines) != len(want) {
-		t.Fatalf("%d faults, want %d: %v", len(lines), len(want), err)
-	}
-	for i := range want {
-		if !strings.Contains(lines[i], want[i]) {
-			t.Errorf("fault %q, want %q", lines[i], want[i])
+func TestEarlierBlocksAreNotChangedByLaterOnes(t *testing.T) {
+	parse := func(text string, existing *config.Broker) *config.Broker {
+		b, err := ParseGlobal(caddyfile.NewTestDispenser(text), existing)
+		if err != nil {
+			t.Fatal(err)
 		}
+		return b
 	}
-	if err := (&Route{}).Check(); err != nil {
-		t.Errorf("an empty route: %v", err)
+	first := parse("gpu_broker {\n\tstay_warm llm 1m\n\trestore a after 1m\n}", nil)
+	before := string(caddyconfig.JSON(first, nil))
+	second := parse("gpu_broker {\n\tstay_warm vision 2m\n\trestore b after 2m\n}", first)
+	third := parse("gpu_broker {\n\tstay_warm audio 3m\n\trestore c after 3m\n}", first)
+	if got := string(caddyconfig.JSON(first, nil)); got != before {
+		t.Errorf("the first became %s, was %s", got, before)
+	}
+	if len(second.StayWarm) != 2 || second.Restore[1].Consumer != "b" || third.Restore[1].Consumer != "c" {
+		t.Errorf("second %+v, third %+v", second, third)
 	}
 }
 

@@ -88,6 +88,24 @@ type Broker struct {
 	// By how much a later request of the model that computes may go before an earlier one of another
 	// loaded model. Default: 20s.
 	LockOvertake *caddy.Duration `json:"lock_overtake,omitempty"`
+	// For how long the wait of a client that gave up still counts for its model, so that clients that give up early
+	// do not starve it; 0 stands for not at all. Default: twice as long as loaded models may overtake it, at least 60s.
+	Credit *caddy.Duration `json:"credit,omitempty"`
+	// The least time between two starts of one client; its next request waits. Default: 0.
+	ClientCooldown caddy.Duration `json:"client_cooldown,omitempty"`
+	// Places of the queue that are kept for urgent requests. Default: none.
+	ReservedInteractive *Reserved `json:"reserved_interactive,omitempty"`
+	// Whose models may be unloaded for a request: `any`, or `lower`, only those that were last used at a lower
+	// priority than the request's. Default: `any`.
+	VictimPriority string `json:"victim_priority,omitempty"`
+	// After how long without use consumers of a category are unloaded, by category; 0 stands for never. A
+	// consumer's own idle_timeout wins; other categories have the broker's. Defaults: diffusion 900s, llm 300s, vision 60s.
+	StayWarm map[string]caddy.Duration `json:"stay_warm,omitempty"`
+	// What is loaded again, after it has made way for others, once its card has had nothing to do for a while.
+	Restore []Restore `json:"restore,omitempty"`
+
+	// A file to which each request that needed the GPU is added as a line of CSV, which the simulator can replay. Default: none.
+	RequestLog string `json:"request_log,omitempty"`
 
 	// The model servers, in the order in which unexplained memory is given to them.
 	Consumers []*Consumer `json:"consumers,omitempty"`
@@ -98,6 +116,8 @@ type Consumer struct {
 	// The name by which routes, metrics and the admin API speak of it: letters, digits, `-`, `_` and `.`,
 	// at most 64 of them.
 	Name string `json:"name"`
+	// Other names by which requests may ask for it, such as `qwen2.5:7b`.
+	Alias []string `json:"alias,omitempty"`
 	// What is known of a kind of server: `ollama`, `comfyui`. Everything in it can be overridden here:
 	// objects are merged, lists and single values replace the preset's, and a route of the lifecycle with another
 	// path replaces the preset's route whole.
@@ -114,10 +134,22 @@ type Consumer struct {
 	GPU int `json:"gpu,omitempty"`
 	// How many of its requests run at once. Default: 1.
 	Concurrency int `json:"concurrency,omitempty"`
+	// How many of these are kept for requests that the broker's reserved_interactive counts as urgent. Default: 0.
+	ReservedInteractive int `json:"reserved_interactive,omitempty"`
+	// The priority of its requests, where their route names none: 0 to 1000000, lower is more urgent. Default: 100.
+	Priority *int `json:"priority,omitempty"`
 	// `none` for a server that needs its memory but may compute beside any other, such as a small embedder.
 	Lock string `json:"lock,omitempty"`
 	// Consumers that are never unloaded for this one.
 	CanCoexistWith []string `json:"can_coexist_with,omitempty"`
+	// Consumers that are never loaded together with this one, though they would fit. It holds both ways.
+	ConflictsWith []string `json:"conflicts_with,omitempty"`
+	// Consumers that may serve its requests instead, while it can't be used without unloading another: the first that is loaded does.
+	Fallback []string `json:"fallback,omitempty"`
+	// Its requests never go to a fallback.
+	PinPrimary bool `json:"pin_primary,omitempty"`
+	// It runs elsewhere and needs nothing of this host: no memory, no lock, no waiting, no loads.
+	Cloud bool `json:"cloud,omitempty"`
 	// Never unloaded for others, and never when idle.
 	Pin bool `json:"pin,omitempty"`
 	// Never unloaded for others.
@@ -126,8 +158,10 @@ type Consumer struct {
 	VRAMManaged bool `json:"vram_managed,omitempty"`
 	// How long after its last request it is not unloaded for others. Default: 0.
 	KeepAlive caddy.Duration `json:"keep_alive,omitempty"`
+	// What kind of work it does: `llm`, `diffusion`, `vision`, or a word of your own that stay_warm names. Default: none.
+	Category string `json:"category,omitempty"`
 	// After how long without use it is unloaded; 0 stands for never. A server with `vram_managed` is unloaded only
-	// if it has one of its own. Default: the broker's.
+	// if it has one of its own. Default: that of its category, else the broker's.
 	IdleTimeout *caddy.Duration `json:"idle_timeout,omitempty"`
 	// What to take for the time that a switch to it costs, until it is measured. Default: 20s.
 	SwitchCost caddy.Duration `json:"switch_cost,omitempty"`
@@ -161,6 +195,23 @@ type Consumer struct {
 
 	// Fields given with a zero value, which "omitempty" would lose: they override a preset's. See Explicit.
 	explicit map[string]bool
-	// Whether IdleTimeout is the broker's.
+	// Whether IdleTimeout is its category's or the broker's.
 	sharedIdle bool
+}
+
+// Reserved are places of the queue that are kept for urgent requests.
+type Reserved struct {
+	// How many of max_queue; fewer than that.
+	Places int `json:"places"`
+	// Requests of a priority lower than this number are the urgent ones.
+	Below int `json:"below"`
+}
+
+// Restore is a consumer that is loaded again, after it has made way for others, once its card has had nothing to do
+// for a while.
+type Restore struct {
+	// The consumer's name.
+	Consumer string `json:"consumer"`
+	// For how long nothing must have run or waited on its GPU.
+	After caddy.Duration `json:"after"`
 }

@@ -46,10 +46,24 @@ const (
 	DefaultHold         = 0.25
 	DefaultLockOvertake = 20 * time.Second
 
+	DefaultVictimPriority = VictimAny
+	DefaultPriority       = 100
+	MaxPriority           = 1_000_000 // the least urgent; 0 is the most urgent
+
 	DefaultEnabled     = On
 	DefaultConcurrency = 1
 	DefaultSwitchCost  = 20 * time.Second
 )
+
+// stayWarm is after how long without use consumers of a category are unloaded.
+var stayWarm = map[string]time.Duration{
+	"diffusion": 900 * time.Second,
+	"llm":       300 * time.Second,
+	"vision":    60 * time.Second,
+}
+
+// categories lists those that have such a time of their own.
+func categories() []string { return sortedKeys(stayWarm) }
 
 // CushionFor is the memory that a load must find free beyond its claim on a
 // GPU, whose memory is or is not shared with the CPU.
@@ -87,6 +101,21 @@ func (b *Broker) EffectiveLockOvertake() time.Duration {
 	return time.Duration(valueOr(b.LockOvertake, caddy.Duration(DefaultLockOvertake)))
 }
 
+// StayWarmOf is after how long without use consumers of a category are unloaded (0: never), unless they have a
+// time of their own: StayWarm's, else a built-in one, else IdleTimeout.
+func (b *Broker) StayWarmOf(category string) time.Duration {
+	if d, ok := b.StayWarm[category]; ok {
+		return time.Duration(d)
+	}
+	if d, ok := stayWarm[category]; ok {
+		return d
+	}
+	return time.Duration(valueOr(b.IdleTimeout, caddy.Duration(DefaultIdleTimeout)))
+}
+
+// OnlyLowerVictims says whether only models last used at a lower priority than a request's are unloaded for it.
+func (b *Broker) OnlyLowerVictims() bool { return b.VictimPriority == VictimLower }
+
 // HeadersOn says whether responses tell of waiting times and the consumer.
 func (b *Broker) HeadersOn() bool { return b.Headers != Off }
 
@@ -107,6 +136,7 @@ func (b *Broker) fillDefaults() {
 	fill(&b.Headers, DefaultHeaders)
 	fill(&b.IdleUnload, DefaultIdleUnload)
 	fill(&b.Eviction, DefaultEviction)
+	fill(&b.VictimPriority, DefaultVictimPriority)
 	fill(&b.MaxQueue, DefaultMaxQueue)
 	fill(&b.MaxBody, DefaultMaxBody)
 	fill(&b.MaxBuffered, DefaultMaxBuffered)
@@ -136,6 +166,7 @@ func (c *Consumer) fillDefaults(b *Broker) {
 	fill(&c.Enabled, DefaultEnabled)
 	fill(&c.Concurrency, DefaultConcurrency)
 	fill(&c.SwitchCost, caddy.Duration(DefaultSwitchCost))
+	fill(&c.Priority, new(DefaultPriority))
 	// a negative one is the broker's fault, not each consumer's
 	fill(&c.Budget, max(0, b.Budget))
 	fill(&c.LoadTimeout, max(0, b.LoadTimeout))
@@ -143,17 +174,21 @@ func (c *Consumer) fillDefaults(b *Broker) {
 	fill(&c.MaxRun, new(max(0, b.MaxRun)))
 	if c.IdleTimeout == nil {
 		c.sharedIdle = true
-		c.IdleTimeout = new(max(0, *b.IdleTimeout))
+		c.IdleTimeout = new(max(0, caddy.Duration(b.StayWarmOf(c.Category))))
 	}
 }
 
-// Idle is IdleTimeout; 0: never.
+// EffectivePriority is Priority or its default.
+func (c *Consumer) EffectivePriority() int { return valueOr(c.Priority, DefaultPriority) }
+
+// Idle is after how long without use it is unloaded (0: never): once resolved its own idle_timeout, else its
+// category's stay_warm, else the broker's idle_timeout.
 func (c *Consumer) Idle() time.Duration { return time.Duration(valueOr(c.IdleTimeout, 0)) }
 
 // LongestRun is MaxRun; 0: no bound.
 func (c *Consumer) LongestRun() time.Duration { return time.Duration(valueOr(c.MaxRun, 0)) }
 
-// OwnIdleTimeout says whether its IdleTimeout is its own, not the broker's.
+// OwnIdleTimeout says whether its IdleTimeout is its own, not its category's or the broker's.
 func (c *Consumer) OwnIdleTimeout() bool { return !c.sharedIdle }
 
 func fill[T comparable](field *T, value T) {

@@ -97,6 +97,16 @@ func withProtocol(raw json.RawMessage) (json.RawMessage, string, error) {
 	return out, DefaultProtocol, err
 }
 
+// isBareLifecycle says whether a lifecycle's JSON says nothing beyond the default protocol.
+func isBareLifecycle(raw json.RawMessage) bool {
+	both, protocol, err := withProtocol(raw)
+	if err != nil || protocol != DefaultProtocol {
+		return false
+	}
+	var fields map[string]json.RawMessage
+	return json.Unmarshal(both, &fields) == nil && len(fields) == 1
+}
+
 func isObject(raw json.RawMessage) bool {
 	return bytes.HasPrefix(bytes.TrimLeft(raw, " \t\r\n"), []byte("{"))
 }

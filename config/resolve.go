@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -52,7 +51,7 @@ func Resolve(b *Broker, presets Presets) error {
 			where[c.Name] = who
 		}
 	}
-	f.checkCoexistence(b)
+	f.checkAmong(b)
 	return errors.Join(f.list...)
 }
 
@@ -85,8 +84,20 @@ func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) {
 	f.notNegative(who, "gpu", c.GPU)
 	f.size(who, "vram", c.VRAM)
 	f.size(who, "residual", c.Residual)
-	if c.VRAM == 0 && b.Scheduler == Evicting {
+	if c.VRAM == 0 && b.Scheduler == Evicting && !c.Cloud {
 		f.add(who, "vram is missing: say how much GPU memory it takes when loaded, as in vram 6GiB")
+	}
+	if c.Cloud {
+		f.checkCloud(who, c)
+	}
+	if err := CheckPriority(*c.Priority); err != nil {
+		f.add(who, "%w", err)
+	}
+	f.checkReserved(who, c, b)
+	if c.Category != "" {
+		if err := CheckCategory(c.Category); err != nil {
+			f.add(who, "%w", err)
+		}
 	}
 	f.duration(who, "keep_alive", &c.KeepAlive)
 	f.duration(who, "idle_timeout", c.IdleTimeout)
@@ -141,6 +152,22 @@ func CheckName(name string) error {
 	return nil
 }
 
+// CheckCategory says what is wrong with the word for a kind of work.
+func CheckCategory(word string) error {
+	if CheckName(word) != nil {
+		return fmt.Errorf("category %q: write %s, or a word of your own, of at most %d letters, digits, -, _ and .", word, strings.Join(categories(), ", "), maxName)
+	}
+	return nil
+}
+
+// CheckPriority says what is wrong with a priority.
+func CheckPriority(n int) error {
+	if n < 0 || n > MaxPriority {
+		return fmt.Errorf("priority is %d: it must be from 0 to %d; lower is more urgent", n, MaxPriority)
+	}
+	return nil
+}
+
 // CheckUpstream says what is wrong with a server's address.
 func CheckUpstream(address string) error {
 	if strings.Contains(address, "@") { // what stands before it may be a secret
@@ -190,9 +217,11 @@ func (f *faults) size(who, field string, n gpu.Bytes) {
 // duration checks a duration; a nil one is not set.
 func (f *faults) duration(who, field string, d *caddy.Duration) {
 	if d != nil && *d < 0 {
-		f.add(who, "%s is %s: it must not be negative", field, time.Duration(*d))
+		f.add(who, "%s is %s: it must not be negative", field, durationText(*d))
 	}
 }
+
+func durationText(d caddy.Duration) string { return time.Duration(d).String() }
 
 // checkDriver comes before the defaults: the default driver needs no check,
 // and there would be no modules where only configuration is looked at.
@@ -219,6 +248,7 @@ func (f *faults) checkBroker(b *Broker) {
 	f.word(who, "headers setting", b.Headers, Switches)
 	f.word(who, "idle_unload setting", b.IdleUnload, IdleUnloads)
 	f.word(who, "eviction setting", b.Eviction, Evictions)
+	f.word(who, "victim_priority", b.VictimPriority, VictimPriorities)
 	f.notNegative(who, "max_queue", b.MaxQueue)
 	f.notNegative(who, "max_evictions", b.MaxEvictions)
 	if b.Cushion != nil {
@@ -242,6 +272,27 @@ func (f *faults) checkBroker(b *Broker) {
 	f.duration(who, "overtake_min", b.OvertakeMin)
 	f.duration(who, "overtake_max", b.OvertakeMax)
 	f.duration(who, "lock_overtake", b.LockOvertake)
+	f.duration(who, "credit", b.Credit)
+	f.duration(who, "client_cooldown", &b.ClientCooldown)
+	for _, category := range sortedKeys(b.StayWarm) {
+		if err := CheckCategory(category); err != nil {
+			f.add(who, "stay_warm: %w", err)
+		}
+		f.duration(who, "stay_warm "+category, new(b.StayWarm[category]))
+	}
+	if r := b.ReservedInteractive; r != nil {
+		if r.Places < 1 || b.MaxQueue > 0 && r.Places >= b.MaxQueue {
+			f.add(who, "reserved_interactive has %d places: it must be from 1 to less than max_queue, which is %d", r.Places, b.MaxQueue)
+		}
+		if r.Below < 1 || r.Below > MaxPriority {
+			f.add(who, "reserved_interactive is for priorities below %d: it must be from 1 to %d", r.Below, MaxPriority)
+		}
+	}
+	if expanded, err := caddy.NewReplacer().ReplaceOrErr(b.RequestLog, true, true); err != nil {
+		f.add(who, "request_log %q: %w", b.RequestLog, err)
+	} else {
+		b.RequestLog = expanded
+	}
 	if least, most := b.EffectiveOvertakeMin(), b.EffectiveOvertakeMax(); least > most {
 		f.add(who, "overtake_min is %s, above overtake_max, which is %s", least, most)
 	}
@@ -255,22 +306,16 @@ func (f *faults) checkBroker(b *Broker) {
 	}
 }
 
-func (f *faults) checkCoexistence(b *Broker) {
-	var names []string
-	for _, c := range b.Consumers {
-		if c != nil && c.Name != "" {
-			names = append(names, c.Name)
-		}
+// checkReserved checks the places that c keeps for urgent requests.
+func (f *faults) checkReserved(who string, c *Consumer, b *Broker) {
+	f.notNegative(who, "reserved_interactive", c.ReservedInteractive)
+	if c.ReservedInteractive <= 0 || c.Cloud {
+		return
 	}
-	for i, c := range b.Consumers {
-		if c == nil {
-			continue
-		}
-		others := slices.DeleteFunc(slices.Clone(names), func(name string) bool { return name == c.Name })
-		for _, name := range c.CanCoexistWith {
-			if name != c.Name {
-				f.word(c.title(i), "consumer in can_coexist_with", name, others)
-			}
-		}
+	if c.ReservedInteractive >= c.Concurrency {
+		f.add(who, "reserved_interactive is %d: it must be less than concurrency, which is %d, or no other request would ever run", c.ReservedInteractive, c.Concurrency)
+	}
+	if b.ReservedInteractive == nil {
+		f.add(who, "reserved_interactive needs the broker's, which says what is urgent, as in reserved_interactive 16 below %d", DefaultPriority)
 	}
 }

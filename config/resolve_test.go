@@ -68,8 +68,9 @@ func TestResolveFillsInEveryDefault(t *testing.T) {
 		ProbeInterval: 5 * s, ProbeTimeout: 2 * s, LoadTimeout: 5 * m, UnloadTimeout: 30 * s, EvictWait: 10 * s, DrainTimeout: 10 * m,
 		AbandonAfter: 10 * s, OutsiderWait: 10 * s, MaxEvictions: 5,
 		Overtake: new(15.0), OvertakeMin: new(30 * s), OvertakeMax: new(10 * m), Hold: new(0.25), LockOvertake: new(20 * s),
+		VictimPriority: "any",
 		Consumers: []*Consumer{{
-			Name: "a", VRAM: 6 * gpu.GiB, Enabled: "on", Concurrency: 1, SwitchCost: 20 * s,
+			Name: "a", VRAM: 6 * gpu.GiB, Enabled: "on", Concurrency: 1, SwitchCost: 20 * s, Priority: new(100),
 			Budget: 10 * m, LoadTimeout: 5 * m, UnloadTimeout: 30 * s, LifecycleRaw: json.RawMessage(`{"protocol":"http"}`),
 			IdleTimeout: new(15 * m), sharedIdle: true, MaxRun: new(caddy.Duration(0)),
 		}},

@@ -22,6 +22,12 @@ const (
 	LockNone      = "none"
 )
 
+// Values of Broker.VictimPriority.
+const (
+	VictimAny   = "any"
+	VictimLower = "lower"
+)
+
 // Values of settings that switch something.
 const (
 	On  = "on"
@@ -44,6 +50,8 @@ var (
 	Switches      = []string{On, Off}
 	IdleUnloads   = []string{On, Off, Observe}
 	Evictions     = []string{On, Observe}
+
+	VictimPriorities = []string{VictimAny, VictimLower}
 )
 
 // GuestNames lists the modules of a namespace that are compiled in, by name.

@@ -15,30 +15,70 @@ type sheet struct {
 	slots   []*slot
 	holds   []*holding
 	target  int // position of the target; -1: none
+	seen    []gpu.Bytes
 }
+
+// account settles the sheet as it is.
+func (sh *sheet) account() Ledger {
+	l := account(sh.card, sh.entries, sh.seen)
+	sh.seen = l.Seen
+	return l
+}
+
+// available is what the target may still take.
+func (sh *sheet) available() gpu.Bytes {
+	return sh.account().available(sh.card, sh.entries, sh.target)
+}
+
+// blank is an empty sheet, one that was used before if there is one: an account is drawn up often.
+func (s *State) blank() *sheet {
+	if n := len(s.spare.blanks); n > 0 {
+		sh := s.spare.blanks[n-1]
+		s.spare.blanks = s.spare.blanks[:n-1]
+		*sh = sheet{entries: sh.entries[:0], slots: sh.slots[:0], holds: sh.holds[:0], seen: sh.seen}
+		return sh
+	}
+	return &sheet{}
+}
+
+// reuse gives back a sheet of which nothing is read any more.
+func (s *State) reuse(sh *sheet) { s.spare.blanks = append(s.spare.blanks, sh) }
 
 // sheet writes down who holds what of a GPU. Slots that hold nothing are left
 // out, but for the target: of many slots only few fit on a GPU, and an account is drawn up often.
 func (s *State) sheet(c *card, t *slot) *sheet {
-	sh := &sheet{card: Card{Total: c.Total, Free: c.Free, Reserve: s.cfg.Reserve, Known: c.Known}, target: -1}
-	for _, sl := range s.slots {
-		if sl != t && sl.state == Idle && !sl.holdsAnything() {
-			continue
-		}
-		h := sl.hold(c.Index)
-		if h == nil {
-			continue
-		}
-		e := Entry{State: sl.state, Booking: h.booking, Residue: h.residue, Drop: h.drop, Settled: sl.settledOn(c), Measured: h.measured, HasMeasured: h.hasMeas}
-		if sl == t {
-			sh.target = len(sh.entries)
-			if sl.state == Unknown { // nothing is known of it: its memory counts as foreign
-				e = Entry{State: Idle}
+	sh := s.blank()
+	if base := c.base; s.planning && base != nil {
+		sh.card = base.card
+		sh.entries, sh.slots, sh.holds = append(sh.entries, base.entries...), append(sh.slots, base.slots...), append(sh.holds, base.holds...)
+	} else {
+		sh.card = Card{Total: c.Total, Free: c.Free, Reserve: s.cfg.Reserve, Known: c.Known}
+		for _, sl := range s.slots {
+			if sl.state != Idle || sl.holdsAnything() {
+				sh.add(c, sl)
 			}
 		}
-		sh.entries, sh.slots, sh.holds = append(sh.entries, e), append(sh.slots, sl), append(sh.holds, h)
+	}
+	if sh.target = slices.Index(sh.slots, t); t == nil {
+		sh.target = -1
+	} else if sh.target < 0 && sh.add(c, t) { // it holds nothing yet
+		sh.target = len(sh.slots) - 1
+	}
+	if sh.target >= 0 && t.state == Unknown { // nothing is known of it: its memory counts as foreign
+		sh.entries[sh.target] = Entry{State: Idle}
 	}
 	return sh
+}
+
+// add writes a slot's part in the account of a GPU down, if it has one.
+func (sh *sheet) add(c *card, sl *slot) bool {
+	h := sl.hold(c.Index)
+	if h == nil {
+		return false
+	}
+	sh.entries = append(sh.entries, Entry{State: sl.state, Booking: h.booking, Residue: h.residue, Drop: h.drop, Settled: sl.settledOn(c), Measured: h.measured, HasMeasured: h.hasMeas})
+	sh.slots, sh.holds = append(sh.slots, sl), append(sh.holds, h)
+	return true
 }
 
 // holdsAnything says whether there is something to account for, of a slot that is not loaded.
@@ -51,9 +91,39 @@ func (sl *slot) holdsAnything() bool {
 	return false
 }
 
+// around are the slots that may hold or move anything. Of many few do, and a
+// planning asks for each of its targets.
+func (s *State) around() []*slot {
+	if s.planning {
+		return s.spare.present
+	}
+	return s.slots
+}
+
+// lookAround begins a planning.
+func (s *State) lookAround() {
+	s.spare.present = s.spare.present[:0]
+	for _, sl := range s.slots {
+		if sl.state != Idle || sl.stop.flush || sl.holdsAnything() {
+			s.spare.present = append(s.spare.present, sl)
+		}
+	}
+	for _, c := range s.gpus {
+		if c.base != nil {
+			s.reuse(c.base)
+		}
+		c.base = s.sheet(c, nil)
+		c.rooms[0].known, c.rooms[1].known = false, false
+	}
+	s.planning = true
+}
+
 // without unloads slots in thought: each leaves behind what it left before.
 func (sh *sheet) without(s *State, gone []*slot) {
-	l := account(sh.card, sh.entries, nil)
+	if len(gone) == 0 {
+		return
+	}
+	l := sh.account()
 	for _, v := range gone {
 		for i, sl := range sh.slots {
 			if sl != v || sl.state == Idle {
@@ -101,7 +171,7 @@ func (s *State) fits(t *slot) bool { return s.fitsAfter(t) }
 // fitsAfter says whether it could be, were some slots unloaded.
 func (s *State) fitsAfter(t *slot, gone ...*slot) bool {
 	if len(t.cfg.Conflicts) > 0 || s.conflicts {
-		for _, v := range s.slots {
+		for _, v := range s.around() {
 			if v != t && v.state != Idle && conflict(t, v) && !slices.Contains(gone, v) {
 				return false
 			}
@@ -109,11 +179,27 @@ func (s *State) fitsAfter(t *slot, gone ...*slot) bool {
 	}
 	fits := true
 	ok := s.cards(t, func(c *card, h *holding) {
-		sh := s.sheet(c, t)
-		sh.without(s, gone)
-		fits = fits && s.need(t, h, c) <= account(sh.card, sh.entries, nil).available(sh.card, sh.entries, sh.target)
+		fits = fits && s.need(t, h, c) <= s.room(c, t, gone)
 	})
 	return ok && fits
+}
+
+// room is what the target may take of a GPU, were some slots unloaded. To all
+// targets that hold nothing themselves it is the same, and a planning asks for each of them.
+func (s *State) room(c *card, t *slot, gone []*slot) gpu.Bytes {
+	memo := &c.rooms[min(1, len(gone))]
+	newcomer := s.planning && t.state == Idle && !t.holdsAnything()
+	if newcomer && memo.known && slices.Equal(memo.gone, gone) {
+		return memo.room
+	}
+	sh := s.sheet(c, t)
+	sh.without(s, gone)
+	room := sh.available()
+	s.reuse(sh)
+	if newcomer {
+		memo.known, memo.gone, memo.room = true, append(memo.gone[:0], gone...), room
+	}
+	return room
 }
 
 // needOf is what the target needs and what is available, on the first of its GPUs.
@@ -121,7 +207,8 @@ func (s *State) needOf(t *slot) (need, avail gpu.Bytes) {
 	for _, h := range t.on[:min(1, len(t.on))] {
 		if c := s.card(h.card); c != nil {
 			sh := s.sheet(c, t)
-			need, avail = s.need(t, h, c), account(sh.card, sh.entries, nil).available(sh.card, sh.entries, sh.target)
+			need, avail = s.need(t, h, c), sh.available()
+			s.reuse(sh)
 		}
 	}
 	return need, avail
@@ -135,7 +222,7 @@ func (s *State) neverFits(t *slot) *Refusal {
 			continue
 		}
 		var pinned gpu.Bytes
-		for _, v := range s.slots {
+		for _, v := range s.around() {
 			if v == t || v.state == Idle || !v.pinned() {
 				continue
 			}
@@ -164,7 +251,7 @@ func (s *State) inTheWay(t *slot) string {
 	var parts []string
 	s.cards(t, func(c *card, _ *holding) {
 		sh := s.sheet(c, t)
-		l := account(sh.card, sh.entries, nil)
+		l := sh.account()
 		if l.Outsiders > 0 {
 			part := fmt.Sprintf("programs that are none of the broker's hold %s", l.Outsiders)
 			if len(c.Outsiders) > 0 {
@@ -172,7 +259,7 @@ func (s *State) inTheWay(t *slot) string {
 			}
 			parts = append(parts, part)
 		}
-		for _, v := range s.slots {
+		for _, v := range s.around() {
 			h := v.hold(c.Index)
 			if v != t && v.state != Idle && conflict(t, v) && s.protects(t, v) != "" {
 				parts = append(parts, fmt.Sprintf("%s conflicts with it and is protected by %s", v.cfg.Name, s.protects(t, v)))
@@ -200,7 +287,7 @@ func (s *State) detail(t *slot) *Detail {
 	s.cards(t, func(c *card, h *holding) {
 		d.Need = s.need(t, h, c)
 		sh := s.sheet(c, t)
-		l := account(sh.card, sh.entries, nil)
+		l := sh.account()
 		d.Free[c.Index] = c.Free
 		for i, v := range sh.slots {
 			if b := sh.entries[i].booked(); b > 0 && v != t {

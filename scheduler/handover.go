@@ -142,7 +142,9 @@ func (s *State) stopNow(now time.Time, v *slot) {
 	if v.state != Idle {
 		s.to(now, v, Stopping)
 	}
-	st.flush = v.state == Idle
+	if st.flush = v.state == Idle; st.flush && s.planning {
+		s.spare.present = append(s.spare.present, v) // it moves something now
+	}
 	v.stop, v.unloaded = st, true
 	v.epoch++
 	s.freeze(v)
@@ -365,6 +367,7 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 		t.health, t.timeouts = healthGood, 0
 		s.doubt(now, t)
 		s.to(now, t, Ready)
+		s.checkBudget(now, t)
 		s.decide(Decision{At: now, Kind: "loaded", Slot: t.cfg.Name, GPU: t.gpu(), Took: took.Seconds(), Reason: fmt.Sprintf("ready after %s", took.Round(time.Millisecond))})
 		s.pump(now)
 		return
@@ -385,6 +388,15 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 		s.loadFailed(now, t, e.Err)
 	}
 	s.pump(now)
+}
+
+// checkBudget says, once for each setting, that requests can't wait for a load as long as it takes.
+func (s *State) checkBudget(now time.Time, sl *slot) {
+	if b := sl.cfg.Budget; b > 0 && sl.loadCost.known && sl.loadCost.value > b && sl.shortBudget != b {
+		sl.shortBudget = b
+		s.decide(Decision{At: now, Kind: "short_budget", Slot: sl.cfg.Name, GPU: sl.gpu(), Took: sl.loadCost.value.Seconds(),
+			Reason: fmt.Sprintf("a load takes %s and its budget is %s: requests that need one get 504; raise the budget, keep it warm with keep_alive, or pin it", sl.loadCost.value.Round(time.Millisecond), b)})
+	}
 }
 
 // doubt notes that a load has ended, well or not: what free memory was before

@@ -450,7 +450,7 @@ func (s *State) expire(now time.Time) {
 	for len(s.deadlines) > 0 && !now.Before(s.deadlines[0].deadline) {
 		j := s.deadlines[0]
 		s.refuse(now, j, &Refusal{Code: BudgetExceeded, Message: fmt.Sprintf(
-			"consumer %q could not be served within the request's budget of %s: %s", j.slot.cfg.Name, j.deadline.Sub(j.submitted).Round(time.Millisecond), orElse(j.slot.why, "others were before it"))})
+			"consumer %q could not be served within the request's budget of %s: %s", j.slot.cfg.Name, j.deadline.Sub(j.submitted).Round(time.Millisecond), orElse(s.reason(j.slot), "others were before it"))})
 	}
 }
 

@@ -22,7 +22,7 @@ type Entry struct {
 }
 
 // booked is b of accounting §1.
-func (e Entry) booked() gpu.Bytes {
+func (e *Entry) booked() gpu.Bytes {
 	if e.State == Idle {
 		return e.Residue
 	}
@@ -41,26 +41,28 @@ type Ledger struct {
 // seen is scratch space that is used for the result if it is large enough.
 func account(c Card, entries []Entry, seen []gpu.Bytes) Ledger {
 	l := Ledger{Seen: append(seen[:0], make([]gpu.Bytes, len(entries))...)}
-	for _, e := range entries {
-		l.Booked += e.booked()
+	for i := range entries {
+		l.Booked += entries[i].booked()
 	}
 	if !c.Known {
-		for i, e := range entries {
-			l.Seen[i] = e.booked()
+		for i := range entries {
+			l.Seen[i] = entries[i].booked()
 		}
 		l.Used = l.Booked
 		return l
 	}
 	l.Used = c.Total - c.Free
 	var explained gpu.Bytes
-	for i, e := range entries {
+	for i := range entries {
+		e := &entries[i]
 		if e.State == Unknown && !e.HasMeasured {
 			continue
 		}
 		l.Seen[i] = e.seen()
 		explained += l.Seen[i]
 	}
-	for i, e := range entries { // given out last, in the order of the config
+	for i := range entries { // given out last, in the order of the config
+		e := &entries[i]
 		if e.State == Unknown && !e.HasMeasured {
 			l.Seen[i] = clamp(l.Used-explained, 0, e.Booking)
 			explained += l.Seen[i]
@@ -71,7 +73,7 @@ func account(c Card, entries []Entry, seen []gpu.Bytes) Ledger {
 }
 
 // seen is v of accounting §1, but for UNKNOWN.
-func (e Entry) seen() gpu.Bytes {
+func (e *Entry) seen() gpu.Bytes {
 	switch {
 	case e.HasMeasured:
 		return e.Measured
@@ -91,13 +93,15 @@ func (l Ledger) available(c Card, entries []Entry, target int) gpu.Bytes {
 		free = c.Total - l.Booked
 	}
 	var growth, booked, residue gpu.Bytes
-	for i, e := range entries {
+	for i := range entries {
+		e := &entries[i]
 		if i == target {
 			residue = e.Residue
 			continue
 		}
-		growth += max(0, e.booked()-l.Seen[i])
-		booked += e.booked()
+		b := e.booked()
+		growth += max(0, b-l.Seen[i])
+		booked += b
 	}
 	return min(free-growth, c.Total-l.Outsiders-booked-residue) - c.Reserve
 }

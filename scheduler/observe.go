@@ -67,6 +67,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		sl.stop, sl.gate, sl.readyAt, sl.want = stopping{}, gate{}, now, target{}
 		s.recall(now, sl)
 	}
+	s.checkBudget(now, sl)
 	if fresh || probes != c.CanProbe {
 		sl.health = healthGood
 		if c.CanProbe {
@@ -335,7 +336,7 @@ func (s *State) stoppingOn(c *card) bool {
 // ledger is the account of a GPU, and the position of a slot in it.
 func (s *State) ledger(c *card, of *slot) (Ledger, int) {
 	sh := s.sheet(c, nil)
-	l, at := account(sh.card, sh.entries, nil), slices.Index(sh.slots, of)
+	l, at := sh.account(), slices.Index(sh.slots, of)
 	if at < 0 { // it holds nothing
 		l.Seen, at = append(l.Seen, 0), len(l.Seen)
 	}

@@ -1,6 +1,7 @@
 package scheduler
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -32,21 +33,21 @@ func (s *State) admitOne(now time.Time) bool {
 	if s.waiting == 0 {
 		return false
 	}
-	s.scratch = s.scratch[:0]
+	s.spare.slots = s.spare.slots[:0]
 	for _, sl := range s.slots {
 		if sl.queue.count == 0 {
 			continue
 		}
 		if s.chill(now, sl); sl.queue.count > 0 && (s.open(sl, sl.queue.head()) || sl.want.lock) {
-			s.scratch = append(s.scratch, sl)
+			s.spare.slots = append(s.spare.slots, sl)
 		}
 	}
-	slices.SortStableFunc(s.scratch, func(a, b *slot) int { return order(a.queue.first(), b.queue.first()) })
-	for i, sl := range s.scratch {
+	slices.SortStableFunc(s.spare.slots, func(a, b *slot) int { return order(a.queue.first(), b.queue.first()) })
+	for i, sl := range s.spare.slots {
 		if sl.want.lock {
 			continue // plan loads it and admits its job in one step
 		}
-		if sl.cfg.LockNone || sl.cfg.Cloud || s.cfg.Mode == Passthrough || s.lockFree(sl) && s.mayOvertake(sl, s.scratch[:i]) {
+		if sl.cfg.LockNone || sl.cfg.Cloud || s.cfg.Mode == Passthrough || s.lockFree(sl) && s.mayOvertake(sl, s.spare.slots[:i]) {
 			s.admitHead(now, sl)
 			return true
 		}
@@ -118,18 +119,22 @@ func (s *State) plan(now time.Time) (progress bool) {
 	for _, sl := range s.slots {
 		sl.want.hadLock, sl.want.lock = sl.want.lock, false
 	}
-	targets := s.scratch[:0]
+	s.spare.targets = s.spare.targets[:0]
 	for _, sl := range s.slots {
 		if sl.queue.count > 0 && sl.cold() {
-			targets = append(targets, sl)
+			s.spare.targets = append(s.spare.targets, sl.ranked())
 		}
 	}
-	slices.SortStableFunc(targets, targetOrder)
-	s.scratch = targets
-	for i, t := range targets {
-		if s.planTarget(now, t) {
-			for _, rest := range targets[i+1:] { // planned anew on what has changed
-				rest.want.lock = rest.want.hadLock
+	if len(s.spare.targets) == 0 {
+		return false
+	}
+	slices.SortFunc(s.spare.targets, ranked.compare)
+	s.lookAround()
+	defer func() { s.planning = false }()
+	for i, t := range s.spare.targets {
+		if s.planTarget(now, t.slot) {
+			for _, rest := range s.spare.targets[i+1:] { // planned anew on what has changed
+				rest.slot.want.lock = rest.slot.want.hadLock
 			}
 			return true
 		}
@@ -137,15 +142,20 @@ func (s *State) plan(now time.Time) (progress bool) {
 	return false
 }
 
-// targetOrder is the order in which cold targets are served: by priority, then by age.
-func targetOrder(a, b *slot) int {
-	if d := a.queue.first().priority - b.queue.first().priority; d != 0 {
-		return d
-	}
-	if d := a.ageStart().Compare(b.ageStart()); d != 0 {
-		return d
-	}
-	return a.order - b.order
+// ranked is a slot with what gives it its turn among cold targets.
+type ranked struct {
+	slot     *slot
+	priority int
+	age      int64 // when it began, in nanoseconds
+}
+
+func (sl *slot) ranked() ranked {
+	return ranked{slot: sl, priority: sl.queue.first().priority, age: sl.ageStart().UnixNano()}
+}
+
+// compare is the order in which cold targets are served: by priority, then by age.
+func (r ranked) compare(o ranked) int {
+	return cmp.Or(cmp.Compare(r.priority, o.priority), cmp.Compare(r.age, o.age), cmp.Compare(r.slot.order, o.slot.order))
 }
 
 // ageStart is when the age of a cold target begins: with its oldest submission
@@ -395,7 +405,7 @@ func (s *State) permittedNow(now time.Time, t, v *slot) bool {
 	old := s.due(now, since.Add(wants))
 	switch {
 	case v.state == Unknown: // one that waits itself goes too if t is before it: else the two would wait for each other
-		return v.health != healthUnknown && (v.queue.count == 0 || targetOrder(t, v) < 0)
+		return v.health != healthUnknown && (v.queue.count == 0 || t.ranked().compare(v.ranked()) < 0)
 	case v.state == Loading: // abandoned
 		return v.queue.count == 0 && s.due(now, v.emptyAt.Add(s.cfg.AbandonAfter))
 	case !v.busy() && v.queue.count == 0: // rule 2
@@ -417,38 +427,44 @@ func (s *State) permittedNow(now time.Time, t, v *slot) bool {
 // choose picks the slots that must go so that t fits, out of those that may:
 // idle ones first, then by spec §3.4, only as many as needed, and without
 // those that turned out not to be. nil: all together are not enough. That t
-// does not fit as things are is known.
+// does not fit as things are is known. What is returned is valid until the next choice.
 func (s *State) choose(t *slot, may func(v *slot) bool) []*slot {
-	var all []*slot
-	for _, v := range s.slots {
-		if may(v) {
-			all = append(all, v)
-		}
-	}
-	slices.SortStableFunc(all, evictOrder)
+	all := s.able(t, may)
 	if len(all) == 0 {
 		return nil
 	}
+	slices.SortStableFunc(all, evictOrder)
 	if t.want.extra { // one that goes, though the rest would fit
 		return all[:1]
 	}
-	var chosen []*slot
-	enough := false
+	if !s.fitsAfter(t, all...) {
+		return nil
+	}
+	chosen := s.spare.chosen[:0]
 	for _, v := range all {
-		chosen = append(chosen, v)
-		if enough = s.fitsAfter(t, chosen...); enough {
+		if chosen = append(chosen, v); s.fitsAfter(t, chosen...) {
 			break
 		}
 	}
-	if !enough {
-		return nil
-	}
+	s.spare.chosen = chosen
 	for i := len(chosen) - 2; i >= 0; i-- {
 		if rest := slices.Delete(slices.Clone(chosen), i, i+1); s.fitsAfter(t, rest...) {
 			chosen = rest
 		}
 	}
 	return chosen
+}
+
+// able are the slots that may go for t, valid until the next choice.
+func (s *State) able(t *slot, may func(v *slot) bool) []*slot {
+	all := s.spare.able[:0]
+	for _, v := range s.around() {
+		if may(v) {
+			all = append(all, v)
+		}
+	}
+	s.spare.able = all
+	return all
 }
 
 // evictOrder: idle before busy; never used; lowest priority; least recently used (spec §3.4).
@@ -482,14 +498,14 @@ func (s *State) anyVictim(t *slot) bool {
 // wait is accounting §3: the target does not fit and nothing may go now. It
 // waits where waiting can help, and is refused where it can't.
 func (s *State) wait(now time.Time, t *slot) (progress bool) {
-	could := s.choose(t, func(v *slot) bool { return s.permitted(t, v) })
+	could := s.able(t, func(v *slot) bool { return s.permitted(t, v) })
 	switch {
 	case t.want.extra && len(could) == 0: // out of memory, and nobody left to make room
 		s.loadFailed(now, t, "it ran out of memory, and nothing may be unloaded for it")
 		return true
-	case len(could) > 0:
+	case len(could) > 0 && (t.want.extra || s.fitsAfter(t, could...)):
 		t.want.blocked = time.Time{}
-		t.waitFor(could)
+		t.why = waitsForTurn
 		if s.overdue(now, t) || slices.ContainsFunc(could, func(v *slot) bool {
 			since, wants, urgent := s.patience(now, t, v)
 			return urgent && now.Sub(since) >= wants
@@ -517,13 +533,18 @@ func (s *State) wait(now time.Time, t *slot) (progress bool) {
 	return true
 }
 
-// waitFor notes why the jobs of a slot wait, whose turn to take the memory of others has not come.
-func (sl *slot) waitFor(could []*slot) {
-	const waits = "waits until it may take the memory of "
-	if len(could) == 1 && len(sl.why) == len(waits)+len(could[0].cfg.Name) && strings.HasPrefix(sl.why, waits) && strings.HasSuffix(sl.why, could[0].cfg.Name) {
-		return // many targets may wait for one, and be planned often
+// waitsForTurn is why jobs wait for the memory of others, whom reason names.
+const waitsForTurn = "waits until it may take the memory of others"
+
+// reason is why the jobs of a slot wait, for people.
+func (s *State) reason(t *slot) string {
+	if t.why != waitsForTurn || t.queue.count == 0 || !t.cold() {
+		return t.why
 	}
-	sl.why = waits + names(could)
+	if could := s.choose(t, func(v *slot) bool { return s.permitted(t, v) }); could != nil { // found out when somebody asks, since it takes its time
+		return "waits until it may take the memory of " + names(could)
+	}
+	return t.why
 }
 
 // mayBeLoaded says of a lazy slot that was never used or unloaded since the start that nobody can know.

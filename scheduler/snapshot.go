@@ -88,7 +88,7 @@ func (s *State) Snapshot(now time.Time) Snapshot {
 	out := Snapshot{Waiting: s.waiting, Running: s.running, Counts: s.counts, Draining: s.draining || s.ending}
 	for _, c := range s.gpus {
 		sh := s.sheet(c, nil)
-		l := account(sh.card, sh.entries, nil)
+		l := sh.account()
 		v := GPUView{Device: c.Device, Used: l.Used, Outsiders: l.Outsiders, Booked: l.Booked,
 			Overcommitted: l.Booked > c.Total-s.cfg.Reserve, Owner: name(s.owner(c.Index)), SeenAt: c.seenAt, LentUntil: c.lentUntil}
 		if !c.Known && !c.Lost {
@@ -119,14 +119,15 @@ func (s *State) Slot(name string) (SlotView, bool) {
 func (s *State) view(sl *slot) SlotView {
 	v := SlotView{Name: sl.cfg.Name, Disabled: sl.cfg.Disabled, Gone: sl.gone, State: sl.state, GateOpen: !sl.gate.closed, DrainFor: name(sl.gate.target),
 		Health: [...]string{"unknown", "healthy", "unhealthy"}[sl.health], Detail: sl.detail, Active: sl.active, Held: sl.held,
-		Waiting: sl.queue.count, Why: sl.why, Claim: sl.cfg.Claim, LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio,
+		Waiting: sl.queue.count, Why: s.reason(sl), Claim: sl.cfg.Claim, LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio,
 		Pinned: sl.pinned(), CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad,
 		Draining: s.draining || s.ending || sl.draining, Measured: sl.took.measured()}
 	if s.idles(sl) && s.cfg.IdleUnload == IdleOn && !sl.gate.closed {
 		v.UnloadAt = s.idleEnd(sl)
 	}
 	for _, h := range sl.on {
-		hv := HoldView{GPU: h.card, Booking: Entry{State: sl.state, Booking: h.booking, Residue: h.residue}.booked(), Residue: h.residue}
+		e := Entry{State: sl.state, Booking: h.booking, Residue: h.residue}
+		hv := HoldView{GPU: h.card, Booking: e.booked(), Residue: h.residue}
 		if c := s.card(h.card); c != nil {
 			l, i := s.ledger(c, sl)
 			hv.Seen = l.Seen[i]
@@ -145,6 +146,7 @@ func (s *State) viewQueue(now time.Time) []WaiterView {
 		}
 	}
 	before := map[*slot]int{} // how many of a slot were listed already
+	reasons := map[*slot]string{}
 	var out []WaiterView
 	for len(heads) > 0 && len(out) < snapshotQueue {
 		first := 0
@@ -154,8 +156,11 @@ func (s *State) viewQueue(now time.Time) []WaiterView {
 			}
 		}
 		j := heads[first]
+		if before[j.slot] == 0 {
+			reasons[j.slot] = s.reason(j.slot)
+		}
 		out = append(out, WaiterView{Job: j.id, Slot: j.slot.cfg.Name, Client: j.client, Priority: j.priority, Submitted: j.submitted,
-			Position: len(out) + 1, Estimate: s.estimate(now, j.slot, before[j.slot]), Why: j.slot.why})
+			Position: len(out) + 1, Estimate: s.estimate(now, j.slot, before[j.slot]), Why: reasons[j.slot]})
 		before[j.slot]++
 		if heads[first] = j.next; j.next == nil {
 			heads = append(heads[:first], heads[first+1:]...)

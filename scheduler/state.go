@@ -37,9 +37,19 @@ type State struct {
 	counts Counts
 
 	// What the current step says.
-	effects []Effect
-	wake    time.Time
-	scratch []*slot
+	effects  []Effect
+	wake     time.Time
+	planning bool // cold targets are being planned
+	spare    spare
+}
+
+// spare is space that is used again and again, and means nothing from one step to the next.
+type spare struct {
+	slots        []*slot
+	present      []*slot  // while cold targets are planned: the slots that hold or move anything
+	targets      []ranked // by their turn
+	blanks       []*sheet
+	able, chosen []*slot // of the latest choice of victims
 }
 
 // Counts are totals since the start.
@@ -64,6 +74,13 @@ type card struct {
 	doubt  time.Time // a load ended: what it took, and may give back later, no sample from before has seen
 
 	reserved *slot // within one planning: an overdue target that no other may be served before
+
+	base  *sheet // within one planning: who holds what
+	rooms [2]struct {
+		known bool
+		gone  []*slot
+		room  gpu.Bytes
+	} // … and what newcomers may take, as things are and with some unloaded
 
 	lentUntil time.Time // nothing is loaded or run there before; zero: it is not lent
 }
@@ -130,14 +147,15 @@ type slot struct {
 	retryAt   time.Time // not chosen as victim before: its last unload failed or its drain took too long
 	unloadBad int
 
-	loadAt    time.Time
-	emptyAt   time.Time // LOADING: since when nobody waits for it
-	coolUntil time.Time
-	loadBad   int
-	loadCost  ewma
-	stopCost  ewma
-	runCost   ewma
-	took      footprint // what its loads took
+	loadAt      time.Time
+	emptyAt     time.Time // LOADING: since when nobody waits for it
+	coolUntil   time.Time
+	loadBad     int
+	shortBudget time.Duration // the budget of which it was said that a load takes longer
+	loadCost    ewma
+	stopCost    ewma
+	runCost     ewma
+	took        footprint // what its loads took
 
 	want target
 	why  string // why its jobs wait, for people
@@ -406,7 +424,7 @@ func (s *State) owner(index int) *slot {
 
 // transition is the slot that loads or unloads on the GPU, if one does.
 func (s *State) transition(index int) *slot {
-	for _, sl := range s.slots {
+	for _, sl := range s.around() {
 		if (sl.state == Loading || sl.state == Stopping || sl.stop.flush) && sl.hold(index) != nil {
 			return sl
 		}
@@ -416,7 +434,7 @@ func (s *State) transition(index int) *slot {
 
 // warmer is the lazy slot whose first job loads it on the GPU, if there is one: a transition too.
 func (s *State) warmer(index int) *slot {
-	for _, sl := range s.slots {
+	for _, sl := range s.around() {
 		if sl.warming && sl.hold(index) != nil {
 			return sl
 		}

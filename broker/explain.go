@@ -1,0 +1,87 @@
+package broker
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// Explained is what would happen if a request for a consumer came now.
+type Explained struct {
+	scheduler.Explanation
+	Fallback string `json:"fallback,omitempty"` // whom the consumer's own ladder leads to at this moment instead
+}
+
+// Explain says what would happen if a request for a consumer came now, of that
+// priority; nil: the consumer's own, as far as it has one. It does nothing.
+func (b *Broker) Explain(name string, priority *int) (Explained, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.configOf(name)
+	if c == nil {
+		return Explained{}, fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+	}
+	p := DefaultPriority
+	if c.Priority != nil {
+		p = *c.Priority
+	}
+	if priority != nil {
+		p = *priority
+	}
+	now := time.Now()
+	out := Explained{Explanation: b.state.Explain(now, name, p)}
+	ladder := Request{Consumer: name, Candidates: append([]string{name}, c.Fallback...)}
+	if to := b.choose(now, &ladder); to != name {
+		out.Fallback = to
+		out.Reason += fmt.Sprintf("; but %s is warm, and serves it instead, where the route has no other fallback", to)
+	}
+	return out, nil
+}
+
+// Lent is a GPU that is lent, or was until now.
+type Lent struct {
+	GPU   int       `json:"gpu"`
+	Until time.Time `json:"lent_until,omitzero"` // zero: it is not lent any more
+}
+
+// ErrUnknownGPU is the error of what names a GPU that is not there.
+var ErrUnknownGPU = errors.New("no such GPU")
+
+// Lend lends a GPU for so long to a person or a program that asks nobody: what
+// is loaded there is unloaded when its work is done, and requests wait. 0 ends that.
+func (b *Broker) Lend(index int, d time.Duration) (Lent, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed {
+		return Lent{}, errStopping
+	}
+	now := time.Now()
+	var there []int
+	for _, g := range b.state.Snapshot(now).GPUs {
+		there = append(there, g.Index)
+		if g.Index != index {
+			continue
+		}
+		out := Lent{GPU: index}
+		if d > 0 {
+			out.Until = now.Add(d)
+		}
+		effects, wake := b.state.Step(now, scheduler.Lend{GPU: index, Until: now.Add(d)})
+		b.act(now, effects, wake)
+		b.ended()
+		out.Until = out.Until.UTC().Round(0)
+		return out, nil
+	}
+	return Lent{}, fmt.Errorf("%w: %d; there are %v", ErrUnknownGPU, index, there)
+}
+
+// Pin pins a consumer by hand, or ends that, whatever its configuration says: until the process ends.
+func (b *Broker) Pin(name string, on bool) error {
+	if !b.Knows(name) {
+		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+	}
+	b.step(scheduler.SetPin{Slot: name, On: on})
+	return nil
+}

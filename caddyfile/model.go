@@ -1,0 +1,200 @@
+package caddyfile
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+)
+
+// Values of ModelFrom.Source.
+const (
+	FromBody   = "body"
+	FromQuery  = "query"
+	FromHeader = "header"
+	FromPath   = "path"
+)
+
+// ModelSources are the places where a request may name a model.
+var ModelSources = []string{FromBody, FromQuery, FromHeader, FromPath}
+
+// defaultModelField is the name of the field or parameter that names a model.
+const defaultModelField = "model"
+
+// ModelFrom is a place of a request where the name of a model may stand.
+type ModelFrom struct {
+	// `body`: a field of a JSON or multipart body; `query`, `header` or `path`.
+	Source string `json:"source"`
+	// The name of the field, parameter or header; for `path` a pattern in which `*` stands for the model's name.
+	// Default for body and query: `model`.
+	Name string `json:"name,omitempty"`
+}
+
+// Field is Name or its default.
+func (m ModelFrom) Field() string {
+	if m.Name == "" && (m.Source == FromBody || m.Source == FromQuery) {
+		return defaultModelField
+	}
+	return m.Name
+}
+
+// Check says what is wrong with m.
+func (m ModelFrom) Check() error {
+	if err := known("place of a model's name", ModelSources)(m.Source); err != nil {
+		return err
+	}
+	name := m.Field()
+	switch m.Source {
+	case FromHeader:
+		if name == "" || strings.ContainsAny(name, " :{}\t\r\n") {
+			return fmt.Errorf("header %q: name a header, without blanks, colons or braces, as in model_from header X-Model", name)
+		}
+	case FromPath:
+		if !strings.HasPrefix(name, "/") || strings.Count(name, "*") != 1 || strings.ContainsAny(name, "?#") {
+			return fmt.Errorf("path %q: it must begin with a slash and hold one *, which stands for the name, and no query, as in model_from path /models/*/generate", name)
+		}
+	}
+	return nil
+}
+
+// modelFrom reads `model_from body|query [NAME]`, `model_from header NAME` or `model_from path PATTERN`.
+func modelFrom(field *[]ModelFrom) word {
+	return func(d *caddyfile.Dispenser) error {
+		args := d.RemainingArgs()
+		if len(args) == 0 || len(args) > 2 {
+			return wants(d, "model_from body [FIELD], model_from query [NAME], model_from header NAME or model_from path PATTERN")
+		}
+		m := ModelFrom{Source: args[0]}
+		if len(args) == 2 {
+			m.Name = args[1]
+		}
+		m.Name = m.Field()
+		if err := m.Check(); err != nil {
+			return d.Errf("model_from: %w", err)
+		}
+		*field = append(*field, m)
+		return nil
+	}
+}
+
+// PriorityRange bounds a priority.
+type PriorityRange struct {
+	// The most urgent that is possible.
+	Min int `json:"min"`
+	// The least urgent that is possible.
+	Max int `json:"max"`
+}
+
+// Check says what is wrong with p.
+func (p PriorityRange) Check() error {
+	for _, end := range []int{p.Min, p.Max} {
+		if err := config.CheckPriority(end); err != nil {
+			return err
+		}
+	}
+	if p.Min > p.Max {
+		return fmt.Errorf("it goes from %d to %d: the smaller number, which is more urgent, comes first", p.Min, p.Max)
+	}
+	return nil
+}
+
+// Clamp is n or the end of the range that is nearer to it; a nil range is that of all priorities.
+func (p *PriorityRange) Clamp(n int) int {
+	if p == nil {
+		return min(max(n, 0), config.MaxPriority)
+	}
+	return min(max(n, p.Min), p.Max)
+}
+
+// priorityRange reads `priority_range MIN MAX`.
+func priorityRange(field **PriorityRange) word {
+	return func(d *caddyfile.Dispenser) error {
+		name := d.Val()
+		args := d.RemainingArgs()
+		if len(args) != 2 {
+			return wants(d, name+" MIN MAX, as in "+name+" 50 200")
+		}
+		var value PriorityRange
+		var err, otherErr error
+		value.Min, err = priorityNumber(args[0])
+		value.Max, otherErr = priorityNumber(args[1])
+		if err == nil && otherErr == nil {
+			err = value.Check()
+		}
+		for _, err := range []error{err, otherErr} {
+			if err != nil {
+				return d.Errf("%s: %w", name, err)
+			}
+		}
+		if first := *field; first != nil && *first != value {
+			return d.Errf("%s is set twice, to %d %d and to %d %d: leave one of them out", name, first.Min, first.Max, value.Min, value.Max)
+		}
+		*field = &value
+		return nil
+	}
+}
+
+// Priority is a number as text, or text with placeholders. In JSON a number may stand for it.
+type Priority string
+
+// Number is the priority, if it is a number and not text with placeholders.
+func (p Priority) Number() (int, bool) {
+	n, err := strconv.Atoi(string(p))
+	return n, err == nil
+}
+
+// Check says what is wrong with p.
+func (p Priority) Check() error {
+	if p == "" || isPlaceholder(string(p)) {
+		return nil
+	}
+	n, ok := p.Number()
+	if !ok {
+		return fmt.Errorf("priority is %q: it must be a number, or a placeholder such as {header.X-Priority}", string(p))
+	}
+	return config.CheckPriority(n)
+}
+
+// MarshalJSON writes a number as such.
+func (p Priority) MarshalJSON() ([]byte, error) {
+	if n, ok := p.Number(); ok {
+		return json.Marshal(n)
+	}
+	return json.Marshal(string(p))
+}
+
+// UnmarshalJSON reads text or a number.
+func (p *Priority) UnmarshalJSON(data []byte) error {
+	var text string
+	if json.Unmarshal(data, &text) == nil {
+		*p = Priority(text)
+		return nil
+	}
+	var n int
+	if json.Unmarshal(data, &n) != nil {
+		return errors.New("priority must be a whole number, or text with placeholders")
+	}
+	*p = Priority(strconv.Itoa(n))
+	return nil
+}
+
+func priority(s string) (Priority, error) {
+	if s == "" {
+		return "", errors.New("the value is empty")
+	}
+	return Priority(s), Priority(s).Check()
+}
+
+// offOrDuration reads a time above 0, or off.
+func offOrDuration(s string) (caddy.Duration, error) {
+	if s == config.Off {
+		return 0, nil
+	}
+	return someDuration(s)
+}
