@@ -55,13 +55,14 @@ unit: bin/gotestsum ## tests of the packages
 	$(TEST) -skip '^(TestAlone|TestSoak)' $(UNIT)
 
 .PHONY: e2e
-e2e: build bin/gotestsum ## end to end through a real Caddy, and the demo's own lines
-	$(TEST) -count=1 -parallel 8 -skip '^(TestAlone|TestSoak)' ./test/e2e/... ./test/demo/...
+e2e: build bin/gotestsum ## end to end through a real Caddy, the demo's own lines, and the clients that people use
+	test/clients/setup.sh >/dev/null
+	$(TEST) -count=1 -parallel 8 -skip '^(TestAlone|TestSoak)' ./test/e2e/... ./test/demo/... ./test/clients/...
 
 # Bounds on time run by themselves, one after the other; what they measured is shown.
 .PHONY: bench
 bench: build bin/gotestsum ## every bound on time, with the figures, and all benchmarks
-	$(TEST) -count=1 -p 1 -parallel 1 -run '^TestAlone' . ./broker/... ./test/e2e/...
+	$(TEST) -count=1 -p 1 -parallel 1 -run '^TestAlone' . ./broker/... ./scheduler/... ./simulate/... ./test/e2e/...
 	@grep -hoE '"Output":" +[a-z]+_test.go:[^"]*' $(RESULTS)/$@.json | cut -d'"' -f4 | sed 's/\\n$$//; s/\\t/ /g'
 	$(GO) test -run '^$$' -bench . -benchmem -benchtime 0.3s $(UNIT) | grep -E '^(Benchmark|FAIL|panic)'
 

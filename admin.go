@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -27,12 +29,17 @@ var active atomic.Pointer[pooled]
 // --------|-------
 // `GET /gpu_broker/status` | as the handler's status
 // `GET /gpu_broker/decisions` | as the handler's decisions
+// `GET /gpu_broker/decisions?follow=true` | new decisions as they are made, as an event stream
+// `GET /gpu_broker/explain?consumer=<name>[&priority=<n>]` | what would happen if a request for it came now
+// `GET /gpu_broker/config`, `PUT /gpu_broker/config` | the settings that can be changed while it runs, kept over restarts
+// `POST /gpu_broker/lend?for=<duration>[&gpu=<index>]` | keeps a GPU for somebody else for so long; `for=0` ends it
+// `POST /gpu_broker/consumers/<name>/pin`, `…/unpin` | pins it, or not, until the process ends
 // `POST /gpu_broker/consumers/<name>/load` | loads it, in its turn
 // `POST /gpu_broker/consumers/<name>/unload` | lets running work finish, then unloads it; a pinned one only with `?force=true`
 // `POST /gpu_broker/consumers/<name>/drain`, `POST /gpu_broker/drain` | takes no more requests for it, or for all, and waits until none runs
 // `POST /gpu_broker/consumers/<name>/resume`, `POST /gpu_broker/resume` | takes requests again
 //
-// They answer when it is done, at most after `?wait=` (default 5m), and then with 202.
+// What is done with consumers is answered when it is done, at most after `?wait=` (default 5m), and then with 202.
 type Admin struct{}
 
 // CaddyModule returns the Caddy module information.
@@ -58,10 +65,19 @@ func (Admin) serve(w http.ResponseWriter, r *http.Request) error {
 	}
 	rest := strings.TrimPrefix(r.URL.Path, "/gpu_broker/")
 	if doc := documents[rest]; doc != nil && rest != "" {
-		if r.Method != http.MethodGet {
+		switch {
+		case r.Method != http.MethodGet:
 			return methodNotAllowed(w, "GET")
+		case rest == "decisions" && follows(r):
+			return follow(w, r, p.broker)
 		}
 		return writeJSON(w, doc(p))
+	}
+	if methods := pages[rest]; methods != nil {
+		if serve := methods[r.Method]; serve != nil {
+			return serve(w, r, p.broker)
+		}
+		return methodNotAllowed(w, strings.Join(slices.Sorted(maps.Keys(methods)), ", "))
 	}
 	name, what := "", rest
 	if parts := strings.Split(rest, "/"); len(parts) == 3 && parts[0] == "consumers" && parts[1] != "" {
@@ -74,7 +90,7 @@ func (Admin) serve(w http.ResponseWriter, r *http.Request) error {
 		return perform(w, r, p.broker, name, act.do)
 	}
 	return caddy.APIError{HTTPStatus: http.StatusNotFound,
-		Err: fmt.Errorf("no such route: %s; there are status, decisions, healthz, drain, resume, and of consumers/<name>/: load, unload, drain, resume", r.URL.Path)}
+		Err: fmt.Errorf("no such route: %s; there are status, decisions, healthz, explain, config, lend, drain, resume, and of consumers/<name>/: load, unload, drain, resume, pin, unpin", r.URL.Path)}
 }
 
 // action does something with a consumer, or with all if the name is empty.
@@ -90,6 +106,8 @@ var actions = map[string]struct {
 		return b.UnloadByHand(ctx, name, force)
 	}},
 	"drain":  {all: true, do: func(ctx context.Context, b *broker.Broker, name string, _ bool) error { return b.Drain(ctx, name) }},
+	"pin":    {do: func(_ context.Context, b *broker.Broker, name string, _ bool) error { return b.Pin(name, true) }},
+	"unpin":  {do: func(_ context.Context, b *broker.Broker, name string, _ bool) error { return b.Pin(name, false) }},
 	"resume": {all: true, do: func(_ context.Context, b *broker.Broker, name string, _ bool) error { return b.Resume(name) }},
 }
 
@@ -123,7 +141,7 @@ func perform(w http.ResponseWriter, r *http.Request, b *broker.Broker, name stri
 		w.WriteHeader(http.StatusAccepted)
 		return done(false)
 	case errors.Is(err, broker.ErrUnknownConsumer):
-		status = http.StatusNotFound
+		return unknownConsumer(b, name)
 	case errors.Is(err, broker.ErrPinned), errors.Is(err, broker.ErrCannot):
 		status = http.StatusConflict
 	case errors.As(err, &refused):

@@ -18,8 +18,11 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
-// statusClientLeft is what Caddy writes for a client that left.
-const statusClientLeft = 499
+// statusClientLeft is what Caddy writes for a client that left, and codeLeft is what metrics and the request log call it.
+const (
+	statusClientLeft = 499
+	codeLeft         = "client_left"
+)
 
 // statuses are those of the codes that are not 503.
 var statuses = map[scheduler.Code]int{
@@ -76,8 +79,10 @@ type errorHolder struct {
 // fail answers a request that was not served. What next itself has decided
 // (an error with a status of the user's own handlers) is passed on.
 func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
+	begun := j.heart != nil && j.heart.stop()
 	if r.Context().Err() != nil {
-		metrics.errors.WithLabelValues(j.handler.Consumer, "client_left").Inc()
+		metrics.errors.WithLabelValues(j.target.name, codeLeft).Inc()
+		j.leaves(codeLeft)
 		w.WriteHeader(statusClientLeft)
 		return nil
 	}
@@ -87,6 +92,7 @@ func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 	switch {
 	case errors.As(err, &f):
 	case errors.As(err, &refused):
+		j.servedBy(refused.Consumer)
 		f = &failure{status: statuses[refused.Code], code: string(refused.Code), message: refused.Message, retryAfter: refused.RetryAfter, detail: refused.Detail}
 		if f.status == 0 {
 			f.status = http.StatusServiceUnavailable
@@ -95,11 +101,14 @@ func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 	case errors.Is(err, errNotStarted):
 		f = &failure{status: http.StatusServiceUnavailable, code: "not_running", message: err.Error(), retryAfter: time.Second}
 	case errors.As(err, &caddys) && caddys.StatusCode == http.StatusBadGateway:
-		f = &failure{status: http.StatusBadGateway, code: "server_died", message: fmt.Sprintf("the server of consumer %q gave no answer: %v", j.handler.Consumer, caddys.Err)}
+		f = &failure{status: http.StatusBadGateway, code: "server_died", message: fmt.Sprintf("the server of consumer %q gave no answer: %v", j.target.name, caddys.Err)}
 	case errors.Is(err, context.Canceled):
-		metrics.errors.WithLabelValues(j.handler.Consumer, "client_left").Inc()
+		metrics.errors.WithLabelValues(j.target.name, codeLeft).Inc()
+		j.leaves(codeLeft)
 		w.WriteHeader(statusClientLeft)
 		return nil
+	case begun:
+		f = failureOf(err)
 	default:
 		return err
 	}
@@ -108,16 +117,17 @@ func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 
 // answer writes the error document, unless the site has error routes: those win.
 func (j *job) answer(w http.ResponseWriter, r *http.Request, f *failure) error {
-	consumer := j.handler.Consumer
+	consumer := j.target.name
 	metrics.errors.WithLabelValues(consumer, f.code).Inc()
 	j.repl.Set("http.gpu_broker.reason", f.code)
+	j.leaves(f.code)
 	doc := errorDocument{errorBody{Message: f.message, Type: "gpu_broker_error", Code: f.code, Consumer: consumer, Detail: detailOf(f.detail)}}
 	header := w.Header()
 	if f.retryAfter > 0 {
 		doc.Error.RetryAfter = min(60, max(1, int(math.Ceil(f.retryAfter.Seconds()))))
 		header.Set("Retry-After", strconv.Itoa(doc.Error.RetryAfter))
 	}
-	if j.handler.headers {
+	if j.handler.headers && consumer != "" {
 		header.Set("X-Gpu-Broker-Consumer", consumer)
 	}
 	header.Del("Server-Timing")
@@ -129,10 +139,14 @@ func (j *job) answer(w http.ResponseWriter, r *http.Request, f *failure) error {
 	if f.status >= 500 { // overload and the like are expected states: no error in the access log
 		caddyhttp.SetVar(r.Context(), caddyhttp.LogLevelVar, "WARN")
 	}
+	if j.heart != nil && j.heart.stop() {
+		j.heart.fail(doc)
+		return nil
+	}
 	if srv, ok := r.Context().Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server); ok && srv != nil && srv.Errors != nil && len(srv.Errors.Routes) > 0 {
 		return caddyhttp.Error(f.status, f)
 	}
-	body, err := json.Marshal(doc)
+	body, err := json.Marshal(inFormOf(r.URL.Path, doc))
 	if err != nil {
 		return err
 	}

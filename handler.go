@@ -8,7 +8,6 @@ import (
 	"net"
 	"net/http"
 	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -17,7 +16,6 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
-	"github.com/prometheus/client_golang/prometheus"
 	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
@@ -47,19 +45,15 @@ func init() {
 type Handler struct {
 	gpucaddyfile.Route
 
-	pool     *pooled
-	app      *App
-	consumer *config.Consumer
-	gpuOnly  config.RoutePatterns // if not empty: no other request needs the GPU
-	bypass   config.RoutePatterns
-	touch    config.RoutePatterns
-	maxBody  int64
-	maxRun   time.Duration // 0: no bound
-	headers  bool
-
-	// Made once, so that a warm request doesn't have to.
-	placeholders caddy.ReplacerFunc // as they are for a request that did not wait
-	waited, ran  prometheus.Observer
+	pool         *pooled
+	app          *App
+	fixed        *target            // serves all requests; nil: byModel
+	byModel      *byModel           // finds the consumer of each request
+	targets      map[string]*target // every consumer
+	plan         *routing.Plan      // what to look for in bodies; nil: nothing
+	priorityText string             // with placeholders; empty: it is the target's
+	maxBody      int64
+	headers      bool
 }
 
 // CaddyModule returns the Caddy module information.
@@ -82,40 +76,44 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	if err := h.Check(); err != nil {
 		return fmt.Errorf("%s: %w", place, err)
 	}
-	if h.Consumer == "" {
-		return fmt.Errorf("%s: name the consumer that serves these requests: gpu_broker NAME; there are %s", place, strings.Join(h.app.names(), ", "))
+	if err := h.CheckNames(h.app.names()); err != nil {
+		return fmt.Errorf("%s: %w", place, err)
 	}
-	if h.consumer = h.app.consumer(h.Consumer); h.consumer == nil {
-		return fmt.Errorf("%s: %w", place, config.Unknown("consumer", h.Consumer, h.app.names()))
+	if err := h.provisionTargets(); err != nil {
+		return fmt.Errorf("%s: %w", place, err)
 	}
-	var faults []error
-	patterns := func(lists ...[]string) config.RoutePatterns {
-		var all []string
-		for _, l := range lists {
-			all = append(all, l...)
-		}
-		p, err := config.ParseRoutePatterns(all)
-		if err != nil {
-			faults = append(faults, fmt.Errorf("%s: %w", place, err))
-		}
-		return p
-	}
-	h.gpuOnly = patterns(h.consumer.GPURoutes)
-	h.bypass = patterns(h.consumer.Bypass, h.Bypass)
-	h.touch = patterns(h.consumer.Touch, h.Touch)
 	if h.maxBody = int64(h.MaxBody); h.maxBody == 0 {
 		h.maxBody = int64(h.app.MaxBody)
-	}
-	if h.maxRun = h.consumer.LongestRun(); h.MaxRun != nil {
-		h.maxRun = time.Duration(*h.MaxRun)
 	}
 	h.headers = h.app.HeadersOn() && h.Headers != config.Off
 	if h.Headers == config.On {
 		h.headers = true
 	}
-	h.placeholders = placeholders(h.Consumer, h.consumer.Upstream)
-	h.waited, h.ran = metrics.wait.WithLabelValues(h.Consumer), metrics.run.WithLabelValues(h.Consumer)
-	return errors.Join(faults...)
+	return nil
+}
+
+// provisionTargets makes what is known of consumers, and how a request finds its own.
+func (h *Handler) provisionTargets() (err error) {
+	h.targets = map[string]*target{}
+	for _, c := range h.app.Consumers {
+		if h.targets[c.Name], err = h.newTarget(c); err != nil {
+			return err
+		}
+	}
+	if _, ok := h.Priority.Number(); !ok {
+		h.priorityText = string(h.Priority)
+	}
+	var fields []string
+	if h.fixed = h.targets[h.Consumer]; h.fixed == nil {
+		if h.byModel, err = h.newByModel(); err != nil {
+			return err
+		}
+		fields = h.byModel.sources.Fields()
+	}
+	if h.ReadsBody() {
+		h.plan, err = routing.NewPlan(fields, h.Metadata, h.TrustBody)
+	}
+	return err
 }
 
 func (a *App) names() []string {
@@ -126,46 +124,25 @@ func (a *App) names() []string {
 	return out
 }
 
-// need is what a request wants of the GPU.
-type need int
-
-const (
-	needsGPU need = iota
-	needsNothing
-	needsTouch // counts as use
-)
-
-// needs says what a request wants, by its method and by its path as the server will see it.
-func (h *Handler) needs(r *http.Request) need {
-	switch {
-	case r.Method == http.MethodOptions || r.Method == http.MethodHead:
-		return needsNothing
-	case len(h.touch) > 0 && h.touch.Match(r.Method, r.URL.Path):
-		return needsTouch
-	case len(h.bypass) > 0 && h.bypass.Match(r.Method, r.URL.Path):
-		return needsNothing
-	case len(h.gpuOnly) > 0 && !h.gpuOnly.Match(r.Method, r.URL.Path):
-		return needsNothing
-	default:
-		return needsGPU
-	}
-}
-
 // ServeHTTP admits the request, calls next, and releases its place: when next
 // has returned or panicked, which is after the last byte of the answer.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
 	repl := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
-	repl.Map(h.placeholders)
-	switch h.needs(r) {
+	t := h.fixed
+	if t == nil {
+		return h.serveByModel(w, r, next, repl)
+	}
+	repl.Map(t.placeholders)
+	switch t.needs(r) {
 	case needsTouch:
-		h.pool.broker.Touch(h.Consumer)
+		h.pool.broker.Touch(t.name)
 		return next.ServeHTTP(w, r)
 	case needsNothing:
 		return next.ServeHTTP(w, r)
 	}
 	j := jobs.Get().(*job)
 	defer j.done()
-	j.handler, j.repl = h, repl
+	j.handler, j.repl, j.target = h, repl, t
 	return j.serve(w, r, next)
 }
 
@@ -174,11 +151,15 @@ type job struct {
 	caddyhttp.ResponseWriterWrapper
 	handler   *Handler
 	repl      *caddy.Replacer
+	target    *target // of the consumer that serves it
 	submitted time.Time
 	body      *routing.Body
+	facts     *routing.Facts // what the body says; nil: it was not looked into
 	status    int
 	lease     broker.Lease
 	leased    bool
+	entry     *logEntry // of the request log; nil: it has none, or it was made
+	heart     *heart    // it waits, or has waited, with heartbeats; then this is the response writer
 
 	// Of the list of those that run.
 	next, prev *job
@@ -192,6 +173,12 @@ var jobs = sync.Pool{New: func() any { return new(job) }}
 func (j *job) done() {
 	if j.leased { // something panicked between its admission and its run
 		j.lease.Release(scheduler.NoAnswer)
+	}
+	if j.heart != nil {
+		j.heart.close(j.target.name)
+	}
+	if j.entry != nil {
+		j.handler.pool.requests.add(j.ended())
 	}
 	if j.body != nil {
 		j.body.Close()
@@ -242,22 +229,25 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 	j.ResponseWriterWrapper.ResponseWriter = w
 	for attempt := 1; ; attempt++ {
 		if err := j.acquire(r); err != nil {
-			return j.fail(w, r, err)
+			return j.fail(j.ResponseWriter, r, err)
 		}
-		j.tell(w, r)
+		j.tell(j.ResponseWriter, r)
 		err := j.run(r, next)
 		var dial reverseproxy.DialError
 		switch {
 		case err == nil:
 			return nil
 		case j.status != 0: // an answer has begun: nothing can be added to it
+			if j.heart != nil && j.heart.stop() {
+				return nil // an event tells of it
+			}
 			return err
 		case errors.As(err, &dial) && attempt == 1 && r.Context().Err() == nil:
 			continue // nothing was sent: its state is taken anew, and the job is admitted once more
 		case errors.As(err, &dial):
-			return j.fail(w, r, unhealthy(j.handler.Consumer, err))
+			return j.fail(j.ResponseWriter, r, unhealthy(j.target.name, err))
 		default:
-			return j.fail(w, r, err)
+			return j.fail(j.ResponseWriter, r, err)
 		}
 	}
 }
@@ -266,21 +256,21 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 // place is there at once: only a body that was read to its end lets HTTP/1 tell us that the client left.
 func (j *job) acquire(r *http.Request) error {
 	h := j.handler
-	if err := h.app.waitRuled(r.Context(), h.pool.broker, h.Consumer); err != nil {
+	if err := h.app.waitRuled(r.Context(), h.pool.broker, j.target.name); err != nil {
 		return err
 	}
-	req := broker.Request{Consumer: h.Consumer, Priority: broker.DefaultPriority, Budget: time.Duration(h.Budget)}
-	// The body of a CONNECT is a tunnel, such as a websocket over HTTP/2: it has no end to read to.
-	hasBody := r.ContentLength != 0 && r.Body != nil && r.Body != http.NoBody && !h.StreamBody && r.Method != http.MethodConnect
+	hasBody := hasBody(r) && !h.StreamBody
 	if hasBody && r.ContentLength > h.maxBody {
 		return bodyError(r, fmt.Errorf("%w: %d bytes, at most %d are taken", routing.ErrTooLarge, r.ContentLength, h.maxBody))
 	}
-	if hasBody && j.body == nil && r.ContentLength > 0 && r.ContentLength <= routing.SmallBody {
+	if hasBody && j.body == nil && h.plan == nil && r.ContentLength > 0 && r.ContentLength <= routing.SmallBody {
+		req := j.request(r)
 		if lease, ok := h.pool.broker.TryAcquire(req); ok {
 			if _, kept := r.Body.(routing.KeepOpen); !kept {
 				r.Body = routing.KeepOpen{Reader: r.Body}
 			}
-			j.lease, j.leased, j.submitted = lease, true, lease.Asked
+			j.enters(req.Priority)
+			j.admitted(lease)
 			return nil
 		}
 	}
@@ -292,25 +282,47 @@ func (j *job) acquire(r *http.Request) error {
 			return err
 		}
 	}
-	req.Submitted = j.submitted // zero, but for a job that is admitted once more: it keeps its time
+	req := j.request(r)
+	if h.Heartbeat > 0 {
+		req.Waiting = func(place func() broker.Place) {
+			j.servedBy(place().Consumer)
+			j.beat(r, place)
+		}
+	}
+	j.enters(req.Priority)
 	lease, err := h.pool.broker.Acquire(r.Context(), req)
 	if err != nil {
 		return err
 	}
-	j.lease, j.leased, j.submitted = lease, true, lease.Asked
+	j.admitted(lease)
 	return nil
 }
 
-// readAhead reads the body. A stop waits for a slow upload no longer than for those that run.
+// admitted notes the place that the request has got.
+func (j *job) admitted(lease broker.Lease) {
+	j.lease, j.leased, j.submitted = lease, true, lease.Asked
+	j.servedBy(lease.Consumer)
+}
+
+// hasBody says whether a request has a body that can be read ahead. That of a
+// CONNECT is a tunnel, such as a websocket over HTTP/2: it has no end to read to.
+func hasBody(r *http.Request) bool {
+	return r.ContentLength != 0 && r.Body != nil && r.Body != http.NoBody && r.Method != http.MethodConnect
+}
+
+// readAhead reads the body, and looks into it where the route says so. A stop waits for a slow upload no longer than for those that run.
 func (j *job) readAhead(r *http.Request) (err error) {
 	h := j.handler
-	if err := h.pool.broker.Ending(h.Consumer); err != nil { // it would be read for nothing
+	if err := h.pool.broker.Ending(j.target.name); err != nil { // it would be read for nothing
 		return err
 	}
 	h.pool.running.add(j)
 	defer h.pool.running.remove(j)
 	if j.body, err = h.pool.buffers.Read(r, h.maxBody, int64(h.app.MaxBuffered)); err != nil {
 		return bodyError(r, err)
+	}
+	if h.plan != nil {
+		return j.peek(r)
 	}
 	return nil
 }
@@ -319,14 +331,15 @@ func (j *job) readAhead(r *http.Request) (err error) {
 func (j *job) tell(w http.ResponseWriter, r *http.Request) {
 	l := &j.lease
 	wait := l.Queued + l.Loading
-	j.handler.waited.Observe(wait.Seconds())
+	j.target.waited.Observe(wait.Seconds())
 	if j.handler.headers {
 		w.Header().Set("X-Gpu-Broker-Consumer", l.Consumer)
 		w.Header().Set("Server-Timing", timing(l.Queued, l.Loading))
 	}
-	if l.Upstream != j.handler.consumer.Upstream { // a reload has moved the server since
+	if l.Upstream != j.target.upstream { // a reload has moved the server since
 		j.repl.Set("http.gpu_broker.upstream", l.Upstream)
 	}
+	j.waits(r)
 	if wait > 0 {
 		j.repl.Set("http.gpu_broker.wait_ms", strconv.FormatInt(wait.Milliseconds(), 10))
 	}
@@ -346,21 +359,6 @@ func logFields(r *http.Request, fields ...zap.Field) {
 	}
 }
 
-// placeholders are those of a handler before anything else is known; what is
-// set for a request wins over them.
-func placeholders(consumer, upstream string) caddy.ReplacerFunc {
-	values := map[string]any{
-		"http.gpu_broker.consumer": consumer,
-		"http.gpu_broker.upstream": upstream,
-		"http.gpu_broker.wait_ms":  "0",
-		"http.gpu_broker.reason":   "",
-	}
-	return func(key string) (any, bool) {
-		value, ok := values[key]
-		return value, ok
-	}
-}
-
 func timing(queued, loading time.Duration) string {
 	if queued == 0 && loading == 0 {
 		return "gpu-queue;dur=0, gpu-load;dur=0"
@@ -376,7 +374,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 	switch {
 	case j.lease.Loads:
 		var ctx context.Context
-		ctx, j.detached = detach(r.Context(), time.Duration(j.handler.consumer.LoadTimeout))
+		ctx, j.detached = detach(r.Context(), j.target.loadTimeout)
 		defer j.detached.end()
 		inner, j.abort = r.WithContext(ctx), j.detached.cancel
 	case r.ProtoMajor > 2, j.handler.StreamBody: // HTTP/3 has no connection to end, and HTTP/1 looks for its end only past the body
@@ -384,7 +382,10 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 		defer cancel()
 		inner, j.abort = r.WithContext(ctx), cancel
 	}
-	if limit := j.handler.maxRun; limit > 0 {
+	if j.heart != nil {
+		inner = identity(inner)
+	}
+	if limit := j.target.maxRun; limit > 0 {
 		ctx, cancel := context.WithTimeoutCause(inner.Context(), limit, errMaxRun)
 		defer cancel()
 		inner = inner.WithContext(ctx)
@@ -393,9 +394,14 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 	running.add(j)
 	defer func() {
 		running.remove(j)
-		ended := j.lease.Release(j.outcome(r, err, completed, ranOut(inner)))
+		if j.heart != nil {
+			j.heart.logStatus(r, j.status)
+		}
+		outcome := j.outcome(r, err, completed, ranOut(inner))
+		j.hasRun(outcome)
+		ended := j.lease.Release(outcome)
 		j.leased = false
-		j.handler.ran.Observe(ended.Sub(j.lease.Began).Seconds())
+		j.target.ran.Observe(ended.Sub(j.lease.Began).Seconds())
 		j.spans(r.Context(), j.lease.Began, ended)
 	}()
 	err = next.ServeHTTP(j, inner)
@@ -405,7 +411,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 	}
 	if err != nil && j.status == 0 && ranOut(inner) {
 		return &failure{status: http.StatusGatewayTimeout, code: string(scheduler.BudgetExceeded),
-			message: fmt.Sprintf("consumer %q had no answer within max_run %s", j.handler.Consumer, j.handler.maxRun)}
+			message: fmt.Sprintf("consumer %q had no answer within max_run %s", j.target.name, j.target.maxRun)}
 	}
 	return err
 }

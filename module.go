@@ -11,6 +11,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"os"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -64,7 +65,11 @@ func (a *App) Provision(ctx caddy.Context) error {
 		return fmt.Errorf("getting the events app: %w", err)
 	}
 	g.Observer = observer{ctx: ctx, events: events.(*caddyevents.App)}
-	g.Store = &store{storage: ctx.Storage()}
+	g.Store = &store{storage: ctx.Storage(), name: learntName}
+	g.FlagStore = &store{storage: ctx.Storage(), name: flagsName}
+	if g.CloudSeed, err = broker.CloudSeed(os.LookupEnv); err != nil {
+		return err
+	}
 	if err := events.(*caddyevents.App).On("stopping", stopping{a}); err != nil {
 		return fmt.Errorf("subscribing to Caddy's end: %w", err)
 	}

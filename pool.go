@@ -18,8 +18,10 @@ type pooled struct {
 	broker  *broker.Broker
 	buffers *routing.Buffers
 	running runs
-	grace   graceTimer
-	lived   atomic.Bool // a configuration was in force: Caddy started it whole
+
+	requests *requestLog
+	grace    graceTimer
+	lived    atomic.Bool // a configuration was in force: Caddy started it whole
 }
 
 var pool = caddy.NewUsagePool()
@@ -48,7 +50,7 @@ func newPooled() (caddy.Destructor, error) {
 		return p, nil
 	}
 	dir := filepath.Join(caddy.AppDataDir(), "gpu_broker", "bodies")
-	return &pooled{broker: broker.New(), buffers: routing.NewBuffers(dir)}, nil
+	return &pooled{broker: broker.New(), buffers: routing.NewBuffers(dir), requests: newRequestLog()}, nil
 }
 
 // Destruct is called when the last configuration that has the app goes.
@@ -82,6 +84,7 @@ func (p *pooled) retire(ctx context.Context, done chan struct{}) {
 func (p *pooled) close() {
 	p.grace.stop()
 	p.broker.Close()
+	p.requests.close()
 }
 
 var _ caddy.Destructor = (*pooled)(nil)

@@ -23,7 +23,7 @@ func init() {
 // Path | Answer
 // -----|-------
 // `…/status` | the GPUs, the model servers, the queue and the counters, as JSON
-// `…/decisions` | the last 1,000 decisions with their reasons, oldest first
+// `…/decisions` | the last 1,000 decisions with their reasons, oldest first; with `?follow=true` new ones as they are made, as an event stream
 // `…/healthz`, `…/` | whether the broker lives
 //
 // It only reads, and counts as no use of any server.
@@ -60,6 +60,9 @@ func (h *StatusHandler) ServeHTTP(w http.ResponseWriter, r *http.Request, next c
 		w.Header().Set("Allow", "GET, HEAD")
 		w.WriteHeader(http.StatusMethodNotAllowed)
 		return nil
+	}
+	if last == "decisions" && r.Method == http.MethodGet && follows(r) {
+		return follow(w, r, h.pool.broker)
 	}
 	return writeJSON(w, doc(h.pool))
 }

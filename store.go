@@ -12,18 +12,25 @@ import (
 	"github.com/caddyserver/certmagic"
 )
 
-// store keeps what was learnt in Caddy's storage. Several Caddys may share
+// store keeps a document in Caddy's storage. Several Caddys may share
 // that, each with servers of its own: so the document's place has the name of the instance.
 type store struct {
 	storage certmagic.Storage
+	name    string
 }
+
+// The documents.
+const (
+	learntName = "learnt.json"
+	flagsName  = "flags.json"
+)
 
 func (s *store) key() (string, error) {
 	id, err := caddy.InstanceID()
 	if err != nil {
 		return "", fmt.Errorf("finding this Caddy's instance ID: %w", err)
 	}
-	return path.Join("gpu_broker", id.String(), "learnt.json"), nil
+	return path.Join("gpu_broker", id.String(), s.name), nil
 }
 
 // Load implements broker.Store.

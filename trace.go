@@ -17,7 +17,7 @@ func (j *job) spans(ctx context.Context, admitted, ended time.Time) {
 		return
 	}
 	tracer := parent.TracerProvider().Tracer("gpu_broker")
-	consumer := trace.WithAttributes(attribute.String("gpu_broker.consumer", j.handler.Consumer))
+	consumer := trace.WithAttributes(attribute.String("gpu_broker.consumer", j.target.name))
 	span := func(name string, from, to time.Time) {
 		_, s := tracer.Start(ctx, name, trace.WithTimestamp(from), consumer)
 		s.End(trace.WithTimestamp(to))

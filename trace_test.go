@@ -19,7 +19,7 @@ func TestWaitAndRunAreSpansOfTheRequestsTrace(t *testing.T) {
 	w, r := request("GET", "/work")
 	ctx, parent := tracer.Start(r.Context(), "request")
 	var running []broker.Lease
-	for range h.consumer.Concurrency {
+	for range h.app.consumer("a").Concurrency {
 		l, err := h.pool.broker.Acquire(t.Context(), broker.Request{Consumer: h.Consumer, Priority: broker.DefaultPriority})
 		require.NoError(t, err)
 		running = append(running, l)

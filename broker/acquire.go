@@ -152,7 +152,7 @@ func (l Lease) Release(outcome scheduler.Outcome) (at time.Time) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	now := time.Now()
-	if !b.closed {
+	if !b.closed && b.state.Knows(l.job) {
 		b.lastRun = now.Sub(l.Began)
 		b.clients.ended(l.client, now, l.Queued+l.Loading, b.lastRun)
 		effects, wake := b.state.Step(now, scheduler.Release{Job: l.job, Outcome: outcome})

@@ -34,7 +34,8 @@ type Broker struct {
 	flags  flags    // see there
 	ladder []string // guarded by mu: scratch space of guarded
 
-	clients clients // guarded by mu
+	clients   clients               // guarded by mu
+	outliving map[string]*outliving // guarded by mu: by consumer
 
 	released chan struct{} // guarded by mu: closed after the next event; nil: nobody waits for that
 	keeping  bool          // guarded by mu: the loop that saves runs
@@ -189,6 +190,9 @@ func (b *Broker) grant(now time.Time, e scheduler.Effect, r *scheduler.Refusal) 
 
 // ended wakes those who wait for what an event may have ended. It holds mu.
 func (b *Broker) ended() {
+	if len(b.outliving) > 0 {
+		b.settle()
+	}
 	if b.released != nil {
 		close(b.released)
 		b.released = nil

@@ -9,6 +9,8 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"strconv"
+	"sync"
 	"sync/atomic"
 )
 
@@ -43,9 +45,13 @@ func (b *Buffers) Held() int64 { return b.held.Load() }
 type Body struct {
 	buffers *Buffers
 	memory  []byte
-	file    *os.File
+	file    *os.File // what follows memory
 	size    int64
+	cuts    []span // left out of what is read again; in order, apart from each other
 }
+
+// span is a part of a body, from its first byte to the one past its last.
+type span struct{ from, to int64 }
 
 // Read reads the whole body of r, at most limit bytes of it, while all that
 // is held stays within total bytes. It puts a body into r that reads the same bytes, with the right Content-Length.
@@ -61,15 +67,21 @@ func (b *Buffers) Read(r *http.Request, limit, total int64) (*Body, error) {
 		body.Close()
 		return nil, err
 	}
-	r.ContentLength = body.size
-	r.TransferEncoding = nil
 	body.Rewind(r)
 	return body, nil
 }
 
+// Size is how long the body was when it came, in bytes.
+func (y *Body) Size() int64 { return y.size }
+
+// chunks are what bodies are read with.
+var chunks = sync.Pool{New: func() any { return new([32 << 10]byte) }}
+
 // fill reads chunks, each booked before it is kept.
 func (y *Body) fill(from io.Reader, limit, total int64) error {
-	chunk := make([]byte, 32<<10)
+	buffer := chunks.Get().(*[32 << 10]byte)
+	defer chunks.Put(buffer)
+	chunk := buffer[:]
 	for {
 		n, err := from.Read(chunk)
 		if n > 0 {
@@ -124,27 +136,65 @@ func (y *Body) spill() error {
 	return nil
 }
 
-// Rewind makes r read the body from its start.
+// Rewind makes r read the body from its start, without what was cut out of
+// it, and sets the Content-Length accordingly.
 func (y *Body) Rewind(r *http.Request) {
+	length := y.size
+	for _, c := range y.cuts {
+		length -= c.to - c.from
+	}
+	r.ContentLength = length
+	r.TransferEncoding = nil
+	if len(y.cuts) > 0 && r.Header.Get("Content-Length") != "" {
+		r.Header.Set("Content-Length", strconv.FormatInt(length, 10))
+	}
 	r.Body = y.reader()
 	r.GetBody = func() (io.ReadCloser, error) { return y.reader(), nil }
 }
 
+// reader reads what is left of the body.
 func (y *Body) reader() io.ReadCloser {
-	if y.size == 0 {
-		return http.NoBody
-	}
-	if y.file == nil {
+	if len(y.cuts) == 0 && y.file == nil {
+		if y.size == 0 {
+			return http.NoBody
+		}
 		return io.NopCloser(bytes.NewReader(y.memory))
 	}
-	rest := io.NewSectionReader(y.file, 0, y.size-int64(len(y.memory)))
-	return io.NopCloser(io.MultiReader(bytes.NewReader(y.memory), rest))
+	var parts []io.Reader
+	at := int64(0)
+	for _, c := range y.cuts {
+		parts = append(parts, y.part(at, c.from)...)
+		at = c.to
+	}
+	parts = append(parts, y.part(at, y.size)...)
+	return io.NopCloser(io.MultiReader(parts...))
+}
+
+// part reads the body as it came between two places. Nothing is copied.
+func (y *Body) part(from, to int64) (parts []io.Reader) {
+	inMemory := int64(len(y.memory))
+	if from < min(to, inMemory) {
+		parts = append(parts, bytes.NewReader(y.memory[from:min(to, inMemory)]))
+	}
+	if from = max(from, inMemory); from < to {
+		parts = append(parts, io.NewSectionReader(y.file, from-inMemory, to-from))
+	}
+	return parts
+}
+
+// cut leaves a part out, which begins where the last one ended or later.
+func (y *Body) cut(s span) {
+	if n := len(y.cuts); n > 0 && y.cuts[n-1].to == s.from {
+		y.cuts[n-1].to = s.to
+		return
+	}
+	y.cuts = append(y.cuts, s)
 }
 
 // Close gives back what the body holds.
 func (y *Body) Close() {
 	y.buffers.held.Add(-y.size)
-	y.size, y.memory = 0, nil
+	y.size, y.memory, y.cuts = 0, nil, nil
 	if y.file != nil {
 		name := y.file.Name()
 		_ = y.file.Close()

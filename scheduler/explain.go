@@ -29,8 +29,7 @@ func (s *State) Explain(now time.Time, slotName string, priority int) Explanatio
 		out.Code, out.Reason = r.Code, r.Message
 		return out
 	}
-	j := s.jobs.take()
-	j.slot, j.priority, j.submitted, j.bulk = sl, priority, now, priority >= s.cfg.ReservedBelow
+	j := &job{slot: sl, priority: priority, submitted: now, bulk: priority >= s.cfg.ReservedBelow, heapIndex: -1}
 	wake, effects, credit, empty := s.wake, len(s.effects), sl.credit, sl.emptyAt
 	if sl.queue.count == 0 { // what its coming would do
 		sl.credit.lapse(now, s.creditFor(sl))
@@ -39,18 +38,21 @@ func (s *State) Explain(now time.Time, slotName string, priority int) Explanatio
 	defer func() {
 		sl.queue.remove(j)
 		sl.credit, sl.emptyAt = credit, empty
-		s.jobs.put(j)
 		s.wake, s.effects = wake, s.effects[:effects]
 	}()
 	if sl.cfg.Cloud || s.cfg.Mode == Passthrough {
 		out.Outcome, out.Reason, out.Estimate = "runs", "it needs nothing of this machine", 0
 		return out
 	}
-	if s.waiting >= s.cfg.MaxQueue {
-		out.Code, out.Reason = QueueFull, s.tooMany(j).Message
+	ahead := sl.queue.ahead(j)
+	if s.runsNow(sl, j) {
+		out.Outcome, out.Reason, out.Estimate = "runs", "it is loaded, and its GPU is free", 0
 		return out
 	}
-	ahead := sl.queue.ahead(j)
+	if r := s.full(s.waiting, s.bulk, j); r != nil {
+		out.Code, out.Reason = r.Code, r.Message
+		return out
+	}
 	if d := s.estimate(now, sl, ahead); d >= 0 {
 		out.Estimate = d.Seconds()
 	}
@@ -75,9 +77,27 @@ func (s *State) Explain(now time.Time, slotName string, priority int) Explanatio
 	case !s.lockFree(sl):
 		out.Reason = "it is loaded, and another computes on its GPU"
 	default:
-		out.Outcome, out.Reason, out.Estimate = "runs", "it is loaded, and its GPU is free", 0
+		out.Reason = "it is loaded, and requests of other models on its GPU are before this one"
 	}
 	return out
+}
+
+// runsNow says whether a job that is in its slot's queue would be admitted at once.
+func (s *State) runsNow(sl *slot, j *job) bool {
+	open := s.open(sl, j) || sl.state == Ready && sl.gate.idle && !sl.lent && sl.health == healthGood && sl.hasPlace(j) // that gate opens for it
+	if !open || sl.queue.head() != j || !s.lockFree(sl) {
+		return false
+	}
+	if sl.cfg.LockNone {
+		return true
+	}
+	var earlier []*slot
+	for _, o := range s.slots {
+		if o != sl && o.queue.count > 0 && s.open(o, o.queue.head()) && order(o.queue.first(), sl.queue.first()) < 0 {
+			earlier = append(earlier, o)
+		}
+	}
+	return s.mayOvertake(sl, earlier)
 }
 
 // explainCold is the part of a slot that is not loaded. The request is in its queue, in thought.
@@ -100,12 +120,19 @@ func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 		return
 	}
 	for _, h := range t.on {
-		if o := s.transition(h.card); o != nil && o != t {
-			out.Reason = fmt.Sprintf("%s is being loaded or unloaded on its GPU: one at a time", o.cfg.Name)
+		if r := s.card(h.card).reserved; r != nil && r != t && r.cold() && r.queue.count > 0 { // as of the last planning
+			out.Reason = fmt.Sprintf("%s, which is overdue, takes memory before it", r.cfg.Name)
 			return
 		}
 	}
-	if s.fits(t) {
+	if why := s.holdUp(now, t); why != "" {
+		out.Reason = "it " + why
+		return
+	}
+	if fits := s.fits(t); fits && t.cfg.lazy() && !s.mayEnter(t) {
+		out.Reason = "it loads inside its first request, which waits for the lock of its GPU"
+		return
+	} else if fits {
 		out.Outcome, out.Reason = "loads", fmt.Sprintf("it would be loaded at once: it needs %s, and %s is available", out.Need, out.Avail)
 		return
 	}

@@ -68,13 +68,16 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 	case s.cfg.Mode != Evicting: // by a configuration that came meanwhile
 		s.reopen(now, v, "the scheduler unloads nothing any more")
 		return
-	case v.gate.lent && !v.lent:
-		s.reopen(now, v, "its GPU is not lent any more")
+	case v.gate.lent && (!v.lent || v.pinned()):
+		s.reopen(now, v, "its GPU is not lent any more, or it is pinned")
+		return
+	case v.gate.restores && (!t.cold() || s.idleSince(t).IsZero()):
+		s.reopen(now, v, fmt.Sprintf("%s is not to be restored any more", t.cfg.Name))
 		return
 	case v.state == Idle && v.queue.count > 0: // it is wanted itself now
 		s.reopen(now, v, "requests for it have come")
 		return
-	case t != nil && (t.queue.count == 0 || !t.cold()):
+	case t != nil && !v.gate.restores && (t.queue.count == 0 || !t.cold()):
 		s.reopen(now, v, fmt.Sprintf("%s does not wait any more", t.cfg.Name))
 		return
 	case v.gate.room && s.cfg.ObserveEvictions:
@@ -308,7 +311,7 @@ func (s *State) stopped(now time.Time, v *slot) {
 	case t != nil:
 		d.Kind = "evicted"
 		s.counts.Evictions++
-		v.evicted = t.queue.count > 0 && !t.queue.first().phantom
+		v.evicted = t.queue.count > 0
 		t.want.extra = false
 		if t.want.victim == v {
 			t.want.victim = nil

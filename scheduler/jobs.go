@@ -33,14 +33,15 @@ func (s *State) submit(now time.Time, e *Submit) {
 		return
 	}
 	s.emit(Effect{Kind: Queued, Job: j.id, Slot: e.Slot})
+	full := s.full(s.waiting, s.bulk, j)
 	switch s.enqueue(now, j, rests); {
-	case s.crammed(j): // it runs at once or not at all: nothing is unloaded or loaded for it
+	case full != nil: // it runs at once or not at all: nothing is unloaded or loaded for it
 		if sl.gate.idle && sl.state == Ready {
 			s.reopen(now, sl, "it is in use after all")
 		}
 		s.admitReady(now)
 		if j.state == jobWaiting || j.state == jobCooling {
-			s.refuse(now, j, s.tooMany(j))
+			s.refuse(now, j, full)
 		}
 	case sl.queue.head() == j:
 		s.pump(now)
@@ -48,15 +49,16 @@ func (s *State) submit(now time.Time, e *Submit) {
 	}
 }
 
-// crammed says whether the queue has more jobs than it may, with one that came just now.
-func (s *State) crammed(j *job) bool {
-	return s.waiting > s.cfg.MaxQueue || j.bulk && s.cfg.ReservedPlaces > 0 && s.bulk > s.cfg.MaxQueue-s.cfg.ReservedPlaces
-}
-
-func (s *State) tooMany(j *job) *Refusal {
-	msg := fmt.Sprintf("%d requests wait already: try again later, or raise max_queue", s.cfg.MaxQueue)
-	if s.waiting <= s.cfg.MaxQueue {
-		msg = fmt.Sprintf("%d requests of no urgency wait already, and %d places are kept for priorities below %d: try again later", s.bulk-1, s.cfg.ReservedPlaces, s.cfg.ReservedBelow)
+// full is what a job gets that may not wait, beside so many; nil: there is a place.
+func (s *State) full(waiting, bulk int, j *job) *Refusal {
+	var msg string
+	switch kept := s.cfg.ReservedPlaces; {
+	case waiting >= s.cfg.MaxQueue:
+		msg = fmt.Sprintf("%d requests wait already: try again later, or raise max_queue", waiting)
+	case j.bulk && kept > 0 && bulk >= s.cfg.MaxQueue-kept:
+		msg = fmt.Sprintf("%d requests of no urgency wait already, and %d places are kept for priorities below %d: try again later", bulk, kept, s.cfg.ReservedBelow)
+	default:
+		return nil
 	}
 	return &Refusal{Code: QueueFull, RetryAfter: 5 * time.Second, Message: msg}
 }
@@ -190,10 +192,6 @@ func (s *State) start(now time.Time, j *job) {
 		sl.queue.served(j)
 		s.dequeue(now, j)
 	}
-	if j.phantom { // its slot is loaded: that was all
-		s.jobs.put(j)
-		return
-	}
 	j.state, j.started = jobRunning, now
 	s.running++
 	s.counts.LastWait = now.Sub(j.submitted)
@@ -217,10 +215,6 @@ func (s *State) start(now time.Time, j *job) {
 // refuse ends a waiting job with an error.
 func (s *State) refuse(now time.Time, j *job, r *Refusal) {
 	s.dequeue(now, j)
-	if j.phantom {
-		s.jobs.put(j)
-		return
-	}
 	s.counts.Refused++
 	s.emit(Effect{Kind: Refuse, Job: j.id, Slot: j.slot.cfg.Name, Refusal: r})
 	s.decide(Decision{At: now, Kind: "refuse", Slot: j.slot.cfg.Name, GPU: j.slot.gpu(), Code: r.Code, Reason: r.Message})
@@ -254,7 +248,7 @@ func (s *State) cancel(now time.Time, id JobID) {
 	head := j.slot.queue.head() == j
 	if j.state == jobWaiting {
 		j.slot.leftAt = now
-		if j.slot.state != Ready {
+		if j.slot.state != Ready && s.creditFor(j.slot) > 0 {
 			j.slot.credit.left(now, j.submitted)
 		}
 	}
@@ -308,7 +302,7 @@ func (s *State) release(now time.Time, id JobID, outcome Outcome) {
 	case ServerDied:
 		s.emit(Effect{Kind: ProbeNow, Slot: sl.cfg.Name})
 	}
-	if s.waiting > 0 || sl.gate.closed || sl.gone || warmed { // a transition that ends lets another begin
+	if s.waiting > 0 || sl.gate.closed || sl.gone || warmed || len(s.cfg.Restore) > 0 { // a transition that ends lets another begin
 		s.pump(now)
 	} else if s.idles(sl) {
 		s.wakeBy(s.idleEnd(sl))

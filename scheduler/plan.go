@@ -273,17 +273,9 @@ func (s *State) abandonedFor(now time.Time, t, o *slot) bool {
 // begin loads a target that fits, unless another loads inside its first job.
 func (s *State) begin(now time.Time, t *slot) bool {
 	t.want.blocked = time.Time{}
-	for _, h := range t.on {
-		if w := s.warmer(h.card); w != nil {
-			t.why = fmt.Sprintf("waits for the first job of %s, inside which it loads", w.cfg.Name)
-			return false
-		}
-	}
-	for _, h := range t.on {
-		if c := s.card(h.card); c.doubtful() && !s.due(now, c.doubt.Add(blindWait)) {
-			t.why = "waits for a look at the memory, after a load that has just ended"
-			return false
-		}
+	if why := s.holdUp(now, t); why != "" {
+		t.why = why
+		return false
 	}
 	if t.cfg.lazy() && !s.mayEnter(t) {
 		t.why, t.want.lock = "waits for the lock of its GPU", true
@@ -298,6 +290,22 @@ func (s *State) begin(now time.Time, t *slot) bool {
 		s.admitHead(now, t)
 	}
 	return true
+}
+
+// holdUp is what keeps the memory of a target's GPUs from being taken at all just now; empty: nothing.
+func (s *State) holdUp(now time.Time, t *slot) string {
+	for _, h := range t.on {
+		if o := s.transition(h.card); o != nil {
+			return "waits for the load or unload of " + o.cfg.Name
+		}
+		if w := s.warmer(h.card); w != nil {
+			return fmt.Sprintf("waits for the first job of %s, inside which it loads", w.cfg.Name)
+		}
+		if c := s.card(h.card); c.doubtful() && !s.due(now, c.doubt.Add(blindWait)) {
+			return "waits for a look at the memory, after a load that has just ended"
+		}
+	}
+	return ""
 }
 
 // mayEnter says whether the first job of a lazy slot can have the lock. It is
@@ -396,6 +404,12 @@ func (s *State) overdue(now time.Time, t *slot) bool {
 	return s.due(now, t.ageStart().Add(s.bound(t)))
 }
 
+// keptUntil is how long an idle slot is kept against a newcomer (policy rule 2).
+func (s *State) keptUntil(v *slot) time.Time {
+	keep := max(time.Duration(s.cfg.Hold*float64(v.switchCost())), v.cfg.KeepAlive)
+	return later(later(v.idleAt, v.leftAt).Add(keep), v.keep)
+}
+
 // permittedNow adds rules 2, 3 and 4 of the policy: may v go at this moment?
 func (s *State) permittedNow(now time.Time, t, v *slot) bool {
 	if !s.candidate(t, v) || v.gate.closed || v.state == Stopping || !s.due(now, v.retryAt) {
@@ -409,8 +423,7 @@ func (s *State) permittedNow(now time.Time, t, v *slot) bool {
 	case v.state == Loading: // abandoned
 		return v.queue.count == 0 && s.due(now, v.emptyAt.Add(s.cfg.AbandonAfter))
 	case !v.busy() && v.queue.count == 0: // rule 2
-		keep := max(time.Duration(s.cfg.Hold*float64(v.switchCost())), v.cfg.KeepAlive)
-		return old || s.due(now, later(later(v.idleAt, v.leftAt).Add(keep), v.keep))
+		return old || s.due(now, s.keptUntil(v))
 	}
 	// Rule 3: by the age of its next job, relative to the target's.
 	if next, waits := v.queue.oldest(t.queue.first().priority); waits && next.Before(since.Add(wants)) || !waits && !old {

@@ -1,5 +1,8 @@
 package scheduler
 
+// Knows says whether a job waits or runs.
+func (s *State) Knows(id JobID) bool { return s.jobs.get(id) != nil }
+
 // maxPosition bounds what Position counts.
 const maxPosition = 1000
 

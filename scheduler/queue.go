@@ -22,7 +22,6 @@ type job struct {
 	stayWarm  time.Duration
 	cooldown  time.Duration
 	bulk      bool // reserved places are not for it, as of when it was submitted
-	phantom   bool // nobody's: it only has its slot loaded, and ends as it is admitted
 
 	// In its queue level: among all, and among those of its client.
 	next, prev   *job
@@ -120,6 +119,9 @@ func (l *level) push(j *job) {
 
 	t := l.turnOf(j.client)
 	j.turn = t
+	if after == nil { // it was here before them all
+		l.next = t
+	}
 	mine := t.last
 	for mine != nil && mine.submitted.After(j.submitted) {
 		mine = mine.cprev

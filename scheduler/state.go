@@ -116,28 +116,29 @@ type slot struct {
 	detail   string // of the last bad probe
 	timeouts int    // in a row
 
-	queue    queue
-	parked   int // jobs that wait for the rest of their client
-	active   int
-	bulk     int       // active jobs that reserved places are not for
-	held     int       // ended jobs whose work goes on at the server
-	heldAt   time.Time // the last of them
-	first    JobID     // the job inside which a lazy server loads
-	warming  bool      // … which counts as a transition until it ends
-	started  int       // jobs started since READY
-	readyAt  time.Time
-	idleAt   time.Time     // later of READY and the last job's end
-	leftAt   time.Time     // the last departure of one who waited
-	credit   credit        // of those who left before they were served
-	keep     time.Time     // until then it is no victim: a job asked for it
-	warmFor  time.Duration // idle time that the last job asked for; 0: the slot's own
-	lastUse  time.Time     // end of the last real work
-	lastPrio int
-	observed time.Time // the idleAt for which it was said that it would be unloaded
-	draining bool      // no more jobs are let in
-	lent     bool      // one of its GPUs is: nothing is loaded or run there
-	pin      *bool     // said by hand; nil: the configuration's word
-	evicted  bool      // it was unloaded for another, and not asked for since
+	queue     queue
+	parked    int // jobs that wait for the rest of their client
+	active    int
+	bulk      int       // active jobs that reserved places are not for
+	held      int       // ended jobs whose work goes on at the server
+	heldAt    time.Time // the last of them
+	first     JobID     // the job inside which a lazy server loads
+	warming   bool      // … which counts as a transition until it ends
+	started   int       // jobs started since READY
+	readyAt   time.Time
+	idleAt    time.Time     // later of READY and the last job's end
+	leftAt    time.Time     // the last departure of one who waited
+	credit    credit        // of those who left before they were served
+	keep      time.Time     // until then it is no victim: a job asked for it
+	warmFor   time.Duration // idle time that the last job asked for; 0: the slot's own
+	lastUse   time.Time     // end of the last real work
+	lastPrio  int
+	observed  time.Time // the idleAt for which it was said that it would be unloaded
+	draining  bool      // no more jobs are let in
+	lent      bool      // one of its GPUs is: nothing is loaded or run there
+	pin       *bool     // said by hand; nil: the configuration's word
+	restoring bool      // it is being loaded again since its GPU is idle
+	evicted   bool      // it was unloaded for another, and not asked for since
 
 	gate      gate
 	asking    bool      // a CheckBusy is on its way
@@ -180,13 +181,14 @@ type holding struct {
 
 // gate is what keeps new jobs out of a READY slot that is to be unloaded.
 type gate struct {
-	closed bool
-	target *slot // for whom; nil: by hand, because it was removed, or because it is idle
-	idle   bool  // nobody uses it: a job that comes before the unload call goes out opens it again
-	lent   bool  // its GPU is lent: it opens again when that ends
-	room   bool  // IDLE, and to be flushed for whoever waits for memory
-	since  time.Time
-	clear  bool // the server said, after the drain, that it is idle
+	closed   bool
+	target   *slot // for whom; nil: by hand, because it was removed, or because it is idle
+	idle     bool  // nobody uses it: a job that comes before the unload call goes out opens it again
+	restores bool  // … the target is not waited for: it is loaded again since its GPU is idle
+	lent     bool  // its GPU is lent: it opens again when that ends
+	room     bool  // IDLE, and to be flushed for whoever waits for memory
+	since    time.Time
+	clear    bool // the server said, after the drain, that it is idle
 }
 
 // stopping is an unload under way.
@@ -292,7 +294,6 @@ func (s *State) pump(now time.Time) {
 	s.wakeClients(now)
 	s.sweep(now)
 	s.clearLent(now)
-	s.restore(now)
 	s.proceed(now)
 	s.admitReady(now)
 	for again := true; again; { // planning is dear: only while something has moved since the last
@@ -301,6 +302,7 @@ func (s *State) pump(now time.Time) {
 		s.proceed(now)
 		again = s.admitReady(now) || again || len(s.effects) > before
 	}
+	s.restore(now)
 	s.unloadIdle(now)
 	if s.waiting > 0 {
 		s.wakeBy(now.Add(recheck))

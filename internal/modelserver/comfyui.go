@@ -284,7 +284,9 @@ func (c *comfy) execute(ctx context.Context, p *prompt) error {
 	if run < 0 {
 		run = c.l.s.options().RunTime
 	}
-	err = c.l.sleep(ctx, run)
+	if err = c.l.sleep(ctx, run); err == nil {
+		err = c.l.hangWhile(ctx, func(f Faults) bool { return f.HoldWork })
+	}
 	end(err == nil)
 	return err
 }

@@ -121,7 +121,7 @@ func (l *life) health(w http.ResponseWriter, r *http.Request) bool {
 func (l *life) work(w http.ResponseWriter, r *http.Request, m *model, lazy bool, do func() error) {
 	release, err := l.acquire(r.Context(), m, lazy)
 	if err != nil {
-		l.loadError(w, err)
+		l.loadError(w, r, err)
 		return
 	}
 	defer release()
@@ -177,29 +177,38 @@ func (l *life) beginWork(req request, m *model) (end func(ok bool)) {
 	}
 }
 
-// run takes the time of one piece of work. It fails if the client leaves, the
-// server dies, or the model is unloaded under it.
+// run takes the time of one piece of work, and goes on while Faults.HoldWork
+// is set. It fails if the client leaves, the server dies, or the model is unloaded under it.
 func (l *life) run(ctx context.Context, m *model, d time.Duration) error {
-	if d <= 0 {
-		return ctx.Err()
-	}
-	timer := time.NewTimer(d)
-	defer timer.Stop()
+	return l.runPart(ctx, m, d, true)
+}
+
+// runPart is run for a part of a work. holds: it is the one that HoldWork keeps from ending.
+func (l *life) runPart(ctx context.Context, m *model, d time.Duration, holds bool) error {
 	s := l.s
 	s.mu.Lock()
-	before := m.epoch
+	before, held := m.epoch, holds && s.faults.HoldWork
 	s.mu.Unlock()
-	for {
+	if d <= 0 && !held {
+		return ctx.Err()
+	}
+	timer := time.NewTimer(max(0, d))
+	defer timer.Stop()
+	for over := false; ; {
 		s.mu.Lock()
 		broken := m.epoch != before
+		held = holds && s.faults.HoldWork
 		changed := s.changed()
 		s.mu.Unlock()
-		if broken {
+		switch {
+		case broken:
 			return errors.New("the model was unloaded under running work")
+		case over && !held:
+			return nil
 		}
 		select {
 		case <-timer.C:
-			return nil
+			over = true
 		case <-changed:
 		case <-ctx.Done():
 			return ctx.Err()
@@ -248,16 +257,16 @@ func (l *life) answer(w http.ResponseWriter, contentType string, body []byte) er
 }
 
 // loadError answers for a load that failed.
-func (l *life) loadError(w http.ResponseWriter, err error) {
+func (l *life) loadError(w http.ResponseWriter, r *http.Request, err error) {
 	switch {
 	case errors.Is(err, errNotLoaded):
-		writeError(w, http.StatusServiceUnavailable, "not loaded")
+		fail(w, r, http.StatusServiceUnavailable, "not loaded")
 	case errors.Is(err, errOOM), errors.Is(err, errRefused):
-		writeError(w, http.StatusInternalServerError, err.Error())
+		fail(w, r, http.StatusInternalServerError, err.Error())
 	case errors.Is(err, errDead), errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		panic(http.ErrAbortHandler)
 	default:
-		writeError(w, http.StatusInternalServerError, err.Error())
+		fail(w, r, http.StatusInternalServerError, err.Error())
 	}
 }
 

@@ -58,13 +58,18 @@ type answer struct {
 
 // call sends a request without keep-alive, so that no idle connection is left.
 func call(ctx context.Context, method, url, body string) answer {
+	return callAs(ctx, "application/json", method, url, body)
+}
+
+// callAs is call with a content type for the body, if there is one.
+func callAs(ctx context.Context, contentType, method, url, body string) answer {
 	r, err := http.NewRequestWithContext(ctx, method, url, strings.NewReader(body))
 	if err != nil {
 		return answer{err: err}
 	}
 	r.Close = true
 	if body != "" {
-		r.Header.Set("Content-Type", "application/json")
+		r.Header.Set("Content-Type", contentType)
 	}
 	response, err := http.DefaultClient.Do(r)
 	if err != nil {

@@ -31,7 +31,7 @@ func newOllama(l *life) *ollama {
 	o.mux.HandleFunc("POST /api/generate", o.native(generateForm))
 	o.mux.HandleFunc("POST /api/chat", o.native(chatForm))
 	o.mux.HandleFunc("POST /api/embed", o.embed)
-	o.mux.HandleFunc("POST /api/embeddings", o.embed)
+	o.mux.HandleFunc("POST /api/embeddings", o.embedOne)
 	o.mux.HandleFunc("GET /v1/models", o.v1Models)
 	o.mux.HandleFunc("POST /v1/chat/completions", o.completions(chatCompletion))
 	o.mux.HandleFunc("POST /v1/completions", o.completions(textCompletion))
@@ -129,11 +129,17 @@ type ask struct {
 	Input     json.RawMessage `json:"input"`
 	Stream    *bool           `json:"stream"`
 	KeepAlive json.RawMessage `json:"keep_alive"`
-	MaxTokens int             `json:"max_tokens"`
 	Options   struct {
 		NumPredict int `json:"num_predict"`
 	} `json:"options"`
-	StreamOptions struct {
+
+	// OpenAI's only
+	MaxTokens           int    `json:"max_tokens"`
+	MaxCompletionTokens int    `json:"max_completion_tokens"`
+	EncodingFormat      string `json:"encoding_format"`
+	Size                string `json:"size"`
+	N                   int    `json:"n"`
+	StreamOptions       struct {
 		IncludeUsage bool `json:"include_usage"`
 	} `json:"stream_options"`
 }
@@ -151,11 +157,11 @@ func (o *ollama) read(w http.ResponseWriter, r *http.Request) (ask, *model, bool
 		return a, nil, false
 	}
 	if len(bytes.TrimSpace(body)) == 0 {
-		writeError(w, http.StatusBadRequest, "missing request body")
+		fail(w, r, http.StatusBadRequest, "missing request body")
 		return a, nil, false
 	}
 	if err := json.Unmarshal(body, &a); err != nil {
-		writeError(w, http.StatusBadRequest, err.Error())
+		fail(w, r, http.StatusBadRequest, err.Error())
 		return a, nil, false
 	}
 	o.l.s.mu.Lock()
@@ -165,7 +171,7 @@ func (o *ollama) read(w http.ResponseWriter, r *http.Request) (ask, *model, bool
 	}
 	o.l.s.mu.Unlock()
 	if m == nil {
-		writeError(w, http.StatusNotFound, fmt.Sprintf("model %q not found, try pulling it first", a.Model))
+		fail(w, r, http.StatusNotFound, fmt.Sprintf("model %q not found, try pulling it first", a.Model))
 		return a, nil, false
 	}
 	return a, m, true
@@ -244,7 +250,7 @@ func (o *ollama) native(f form) http.HandlerFunc {
 			}
 			release, err := o.use(r.Context(), m, keep)
 			if err != nil {
-				o.l.loadError(w, err)
+				o.l.loadError(w, r, err)
 				return
 			}
 			release()
@@ -260,7 +266,7 @@ func (o *ollama) native(f form) http.HandlerFunc {
 				return o.l.answer(w, "application/json; charset=utf-8", line(reply(join(words), final)))
 			}
 			w.Header().Set("Content-Type", "application/x-ndjson")
-			return o.stream(w, r, m, each, words, func(word string) []byte {
+			return o.l.stream(w, r, m, each, words, func(word string) []byte {
 				return append(line(reply(word, nil)), '\n')
 			}, append(line(reply("", final)), '\n'))
 		}, a)
@@ -268,6 +274,17 @@ func (o *ollama) native(f form) http.HandlerFunc {
 }
 
 func (o *ollama) embed(w http.ResponseWriter, r *http.Request) {
+	o.embedding(w, r, func(a ask) map[string]any { return map[string]any{"model": a.Model, "embeddings": vectors(a)} })
+}
+
+// embedOne is the older route, for one text.
+func (o *ollama) embedOne(w http.ResponseWriter, r *http.Request) {
+	o.embedding(w, r, func(a ask) map[string]any {
+		return map[string]any{"embedding": vectors(ask{Prompt: a.Prompt})[0]}
+	})
+}
+
+func (o *ollama) embedding(w http.ResponseWriter, r *http.Request, reply func(ask) map[string]any) {
 	a, m, ok := o.read(w, r)
 	if !ok {
 		return
@@ -281,9 +298,7 @@ func (o *ollama) embed(w http.ResponseWriter, r *http.Request) {
 		if err := o.l.run(r.Context(), m, each*time.Duration(len(words))); err != nil {
 			return err
 		}
-		return o.l.answer(w, "application/json; charset=utf-8", line(map[string]any{
-			"model": a.Model, "embeddings": [][]float64{vector(a)},
-		}))
+		return o.l.answer(w, "application/json; charset=utf-8", line(reply(a)))
 	}, a)
 }
 
@@ -292,7 +307,7 @@ func (o *ollama) work(w http.ResponseWriter, r *http.Request, m *model, keep tim
 	do func(words []string, each time.Duration) error, a ask) {
 	release, err := o.use(r.Context(), m, keep)
 	if err != nil {
-		o.l.loadError(w, err)
+		o.l.loadError(w, r, err)
 		return
 	}
 	defer release()
@@ -301,7 +316,7 @@ func (o *ollama) work(w http.ResponseWriter, r *http.Request, m *model, keep tim
 		panic(http.ErrAbortHandler)
 	}
 	defer done()
-	n := max(a.Options.NumPredict, a.MaxTokens)
+	n := max(a.Options.NumPredict, a.MaxTokens, a.MaxCompletionTokens)
 	if n <= 0 {
 		n = 8
 	}
@@ -309,6 +324,7 @@ func (o *ollama) work(w http.ResponseWriter, r *http.Request, m *model, keep tim
 	for i := range words {
 		words[i] = vocabulary[i%len(vocabulary)]
 	}
+	words[0] = o.l.s.name + " " // so that the answer shows whose it is
 	if id := r.URL.Query().Get("id"); id != "" {
 		for i := range words {
 			words[i] = proofWord(o.l.s.name, id, i)
@@ -318,19 +334,19 @@ func (o *ollama) work(w http.ResponseWriter, r *http.Request, m *model, keep tim
 	o.l.compute(r, m, func() error { return do(words, each) })
 }
 
-var vocabulary = []string{"This ", "answer ", "is ", "only ", "pretended, ", "word ", "by ", "word. "}
+var vocabulary = []string{"It ", "answers, ", "but ", "it ", "only ", "pretends ", "to ", "think. "}
 
 // stream sends one chunk a word, flushed, and then the last ones.
-func (o *ollama) stream(w http.ResponseWriter, r *http.Request, m *model, each time.Duration,
+func (l *life) stream(w http.ResponseWriter, r *http.Request, m *model, each time.Duration,
 	words []string, chunk func(string) []byte, last []byte) error {
 	w.WriteHeader(http.StatusOK)
 	flusher := http.NewResponseController(w)
 	for i, word := range words {
-		if err := o.l.run(r.Context(), m, each); err != nil {
+		if err := l.runPart(r.Context(), m, each, i == len(words)/2); err != nil {
 			return err
 		}
 		if i == len(words)/2 {
-			o.l.half(w)
+			l.half(w)
 		}
 		if _, err := w.Write(chunk(word)); err != nil {
 			return err
@@ -445,12 +461,15 @@ func join(words []string) string {
 
 func digest(name string) string { return fmt.Sprintf("%x", sha256.Sum256([]byte(name))) }
 
-// vector is a small embedding that depends on the input only.
-func vector(a ask) []float64 {
-	sum := sha256.Sum256(append([]byte(a.Prompt), a.Input...))
-	out := make([]float64, 8)
-	for i := range out {
-		out[i] = float64(int(sum[i])-128) / 128
+// vectors are small embeddings, one for each input, that depend on it only.
+func vectors(a ask) (out [][]float64) {
+	for _, input := range inputs(a) {
+		sum := sha256.Sum256(input)
+		v := make([]float64, 8)
+		for i := range v {
+			v[i] = float64(int(sum[i])-128) / 128
+		}
+		out = append(out, v)
 	}
 	return out
 }

@@ -78,10 +78,11 @@ func TestOllamaUnloadAnswersAtOnceAndActsLater(t *testing.T) {
 }
 
 func TestOllamaUnloadWaitsForRequestsInFlight(t *testing.T) {
-	s := startOllama(t, Options{Preloaded: true})
-	work := send(bound(t), "POST", s.URL()+"/api/generate?ms=150", `{"model":"tiny","prompt":"hi"}`)
+	s := startOllama(t, Options{Preloaded: true, Faults: Faults{HoldWork: true}})
+	work := send(bound(t), "POST", s.URL()+"/api/generate", `{"model":"tiny","prompt":"hi"}`)
 	require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return st.Working == 1 }))
 	generate(t, s, `{"model":"tiny","keep_alive":0}`)
+	s.SetFaults(func(f *Faults) { f.HoldWork = false })
 	require.Equal(t, 9, lines(want(t, 200, <-work).body), "eight words and the end")
 	require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return st.Unloads == 1 }))
 	var order []string
@@ -94,11 +95,14 @@ func TestOllamaUnloadWaitsForRequestsInFlight(t *testing.T) {
 }
 
 func TestOllamaWarmRequestWipesOutTheMarkToUnload(t *testing.T) {
-	s := startOllama(t, Options{Preloaded: true})
-	work := send(bound(t), "POST", s.URL()+"/api/generate?ms=200", `{"model":"tiny","prompt":"hi"}`)
+	s := startOllama(t, Options{Preloaded: true, Faults: Faults{HoldWork: true}})
+	work := send(bound(t), "POST", s.URL()+"/api/generate", `{"model":"tiny","prompt":"hi"}`)
 	require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return st.Working == 1 }))
 	generate(t, s, `{"model":"tiny","keep_alive":0}`)
-	generate(t, s, `{"model":"tiny","prompt":"again","stream":false}`)
+	again := send(bound(t), "POST", s.URL()+"/api/generate", `{"model":"tiny","prompt":"again","stream":false}`)
+	require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return st.Working == 2 }), "it came before the mark took effect")
+	s.SetFaults(func(f *Faults) { f.HoldWork = false })
+	want(t, 200, <-again)
 	want(t, 200, <-work)
 	require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return st.InFlight == 0 }))
 	require.Zero(t, s.Stats().Unloads)
@@ -209,11 +213,12 @@ func TestOllamaOnTheCPUSaysSizeVRAMZero(t *testing.T) {
 }
 
 func TestOllamaBoundsItsInferenceAndStillAnswersItsProbes(t *testing.T) {
-	s := startOllama(t, Options{Preloaded: true, Concurrency: 1})
-	first := send(bound(t), "POST", s.URL()+"/api/generate?ms=150", `{"model":"tiny","prompt":"a"}`)
-	second := send(bound(t), "POST", s.URL()+"/api/generate?ms=1", `{"model":"tiny","prompt":"b"}`)
+	s := startOllama(t, Options{Preloaded: true, Concurrency: 1, Faults: Faults{HoldWork: true}})
+	first := send(bound(t), "POST", s.URL()+"/api/generate", `{"model":"tiny","prompt":"a"}`)
+	second := send(bound(t), "POST", s.URL()+"/api/generate", `{"model":"tiny","prompt":"b"}`)
 	require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return st.Working == 1 && st.InFlight == 2 }))
 	require.Len(t, ps(t, s), 2)
+	s.SetFaults(func(f *Faults) { f.HoldWork = false })
 	want(t, 200, <-first)
 	want(t, 200, <-second)
 	require.Equal(t, 1, s.Stats().MaxConcurrent)

@@ -115,6 +115,10 @@ type Faults struct {
 	AbortMidBody bool `json:"abort_mid_body,omitempty"` // answers stop half-way, the server lives on
 	DieOnRequest bool `json:"die_on_request,omitempty"` // the next work kills the process before any answer
 
+	// HoldWork keeps work from ending while it is set: a stream stands still in
+	// its middle, any other answer does not begin.
+	HoldWork bool `json:"hold_work,omitempty"`
+
 	HealthStatus int  `json:"health_status,omitempty"` // health answers with this status, 500 for example
 	HangHealth   bool `json:"hang_health,omitempty"`   // health doesn't answer
 

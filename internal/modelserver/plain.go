@@ -16,7 +16,9 @@ import (
 //	GET  /health                  {"status":"ok","loaded":false,"gpu_resident_mib":0}
 //	POST /api/admin/load, unload  answer when it is done
 //	POST /synthesize              SynthesizeBytes of the body
-//	POST /inference, /v1/audio/transcriptions   a transcript in JSON
+//	POST /inference, /v1/audio/transcriptions   Transcript of the body or of a form's file
+//	POST /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/images/generations   OpenAI's
+//	GET  /v1/models               its one model; needs no model
 //	POST /upload?read_ms=M        reads the body, with a pause after each 64 KiB; its size and hash
 //	     /stream?events=N&ms=M    N events, one each M ms, then [DONE]: StreamBytes
 //	     /proof?id=ID&bytes=N     ProofBytes of the body
@@ -41,6 +43,11 @@ func newPlain(l *life) *plain {
 	p.mux.HandleFunc("POST /synthesize", p.working(p.synthesize))
 	p.mux.HandleFunc("POST /inference", p.working(p.transcribe))
 	p.mux.HandleFunc("POST /v1/audio/transcriptions", p.working(p.transcribe))
+	p.mux.HandleFunc("POST /v1/chat/completions", p.working(p.completions(chatCompletion)))
+	p.mux.HandleFunc("POST /v1/completions", p.working(p.completions(textCompletion)))
+	p.mux.HandleFunc("POST /v1/embeddings", p.working(p.embeddings))
+	p.mux.HandleFunc("POST /v1/images/generations", p.working(p.draw))
+	p.mux.HandleFunc("GET /v1/models", p.models)
 	p.mux.HandleFunc("POST /upload", p.working(p.upload))
 	p.mux.HandleFunc("/stream", p.working(p.stream))
 	p.mux.HandleFunc("/proof", p.working(p.proof))
@@ -94,7 +101,7 @@ func (p *plain) state() healthAnswer {
 func (p *plain) load(w http.ResponseWriter, r *http.Request) {
 	release, err := p.l.acquire(r.Context(), p.m, true)
 	if err != nil {
-		p.l.loadError(w, err)
+		p.l.loadError(w, r, err)
 		return
 	}
 	release()
@@ -108,7 +115,7 @@ func (p *plain) unload(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if err := p.l.unload(r.Context(), p.m); err != nil {
-		p.l.loadError(w, err)
+		p.l.loadError(w, r, err)
 		return
 	}
 	writeJSON(w, http.StatusOK, p.state())
@@ -146,16 +153,6 @@ func (p *plain) synthesize(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	return p.l.answer(w, "audio/wav", SynthesizeBytes(body))
-}
-
-func (p *plain) transcribe(w http.ResponseWriter, r *http.Request) error {
-	body, err := p.body(w, r)
-	if err != nil {
-		return err
-	}
-	sum := sha256.Sum256(body)
-	text := fmt.Sprintf(`{"text":"%d bytes of sound, %s"}`, len(body), hex.EncodeToString(sum[:4]))
-	return p.l.answer(w, "application/json", []byte(text))
 }
 
 func (p *plain) upload(w http.ResponseWriter, r *http.Request) error {

@@ -9,7 +9,6 @@ import (
 	"net/http"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -124,11 +123,13 @@ func TestSingleThreadedServerDoesNotAnswerItsProbeWhileItWorks(t *testing.T) {
 }
 
 func TestConcurrencyIsCountedAndBounded(t *testing.T) {
-	s := start(t, Options{Preloaded: true, Concurrency: 3, RunTime: 30 * time.Millisecond})
+	s := start(t, Options{Preloaded: true, Concurrency: 3, Faults: Faults{HoldWork: true}})
 	var answers []<-chan answer
 	for range 9 {
 		answers = append(answers, send(bound(t), "POST", s.URL()+"/echo", "x"))
 	}
+	require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return st.Working == 3 && st.InFlight == 9 }))
+	s.SetFaults(func(f *Faults) { f.HoldWork = false })
 	for _, a := range answers {
 		want(t, 200, <-a)
 	}

@@ -94,7 +94,7 @@ func (p *plain) events(w http.ResponseWriter, r *http.Request, event func(i int)
 	w.WriteHeader(http.StatusOK)
 	flusher := http.NewResponseController(w)
 	for i := range events {
-		if err := p.l.run(r.Context(), p.m, each); err != nil {
+		if err := p.l.runPart(r.Context(), p.m, each, i == events/2); err != nil {
 			return err
 		}
 		if i == events/2 {

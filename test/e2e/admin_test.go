@@ -121,9 +121,13 @@ func TestAdminUnloadLetsRunningWorkFinish(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Consumers: []consumer{plainModel("a", 9)}})
 	s.serve("a")
-	runs := s.send("POST", "/a/synthesize?ms=800", "x")
-	s.until("a works", func() bool { return s.servers["a"].Stats().Working == 1 })
-	a := s.adminDo("POST", "/gpu_broker/consumers/a/unload", "", "")
+	runs, end := s.works("a")
+	unload := s.byHand("consumers/a/unload")
+	s.until("a takes no more jobs", func() bool { return s.status().Consumers["a"].Slots[0].Gate == "closed" })
+	require.Zero(t, len(unload), "the call waits for the work")
+	end()
+	a := s.await(unload)
+	require.NoError(t, a.err)
 	require.Equal(t, 200, a.status, "%s", a.body)
 	require.Equal(t, 1, s.servers["a"].Stats().Worked-1, "the work was done before it")
 	s.ok(runs)
@@ -156,9 +160,9 @@ func TestAdminThatDoesNotWaitIsToldSoAndTheWorkGoesOn(t *testing.T) {
 	}
 	// Also one that has to wait for its turn first.
 	s.serve("b")
-	runs := s.send("POST", "/b/synthesize?ms=500", "x")
-	s.until("b works", func() bool { return s.servers["b"].Stats().Working == 1 })
+	runs, end := s.works("b")
 	require.Equal(t, 202, s.adminDo("POST", "/gpu_broker/consumers/a/load?wait=1ms", "", "").status)
+	end()
 	s.ok(runs)
 	s.waitState("a", "READY")
 }

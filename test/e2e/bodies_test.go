@@ -90,6 +90,46 @@ func (s *site) hold(name string) (release func() answer) {
 	}
 }
 
+// works makes a job of a consumer compute, and waits until it does: it runs until end is called, which may be called again.
+func (s *site) works(name string) (runs <-chan answer, end func()) {
+	s.t.Helper()
+	end = s.holdWork(name)
+	runs = s.send("POST", "/"+name+"/synthesize", "x")
+	s.working(name)
+	return runs, end
+}
+
+// holdWork keeps a server's work from ending until end is called: a stream
+// stands still in its middle, any other answer does not begin.
+func (s *site) holdWork(name string) (end func()) {
+	s.servers[name].SetFaults(func(f *modelserver.Faults) { f.HoldWork = true })
+	end = func() { s.letWork(name) }
+	s.t.Cleanup(end) // else a test that fails meanwhile would wait for it
+	return end
+}
+
+// letWork ends what holdWork began.
+func (s *site) letWork(name string) {
+	s.servers[name].SetFaults(func(f *modelserver.Faults) { f.HoldWork = false })
+}
+
+// working waits until a server computes.
+func (s *site) working(name string) {
+	s.t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	require.NoError(s.t, s.servers[name].WaitFor(ctx, func(now modelserver.Stats) bool { return now.Working > 0 }))
+}
+
+// holdLoad keeps a server's load from ending until end is called.
+func (s *site) holdLoad(name string) (end func()) {
+	hold := func(on bool) { s.servers[name].SetFaults(func(f *modelserver.Faults) { f.HangLoad = on }) }
+	hold(true)
+	end = func() { hold(false) }
+	s.t.Cleanup(end)
+	return end
+}
+
 // every is a body with every byte there is, as long as asked for.
 func every(size int) []byte {
 	out := make([]byte, size)

@@ -54,13 +54,13 @@ func TestNobodyElseGetsTheGPUUntilAllPromptsAreDoneAlsoThosePastTheBroker(t *tes
 	t.Parallel()
 	s := start(t, layout{Consumers: []consumer{mvoice(), comfyui()}})
 	comfy, voice := s.servers["comfyui"], s.servers["mvoice"]
-	queuePrompt(t, s.url+"/comfyui/prompt", longPrompt("300"))
-	queuePrompt(t, s.url+"/comfyui/api/prompt", longPrompt("300"))
-	queuePrompt(t, comfy.URL()+"/prompt", longPrompt("300"))
+	end := s.holdWork("comfyui")
+	queuePrompt(t, s.url+"/comfyui/prompt", longPrompt("100"))
+	queuePrompt(t, s.url+"/comfyui/api/prompt", longPrompt("100"))
+	queuePrompt(t, comfy.URL()+"/prompt", longPrompt("100"))
 	speech := s.send("POST", "/mvoice/synthesize", "hello")
 	s.waitQueued("mvoice", 1)
-	require.Positive(t, comfy.Stats().Queue, "the prompts must still run when speech is asked for")
-
+	end()
 	require.Equal(t, 200, s.await(speech).status)
 	done := times(comfy, modelserver.EventWorkEnd)
 	require.Len(t, done, 3)
@@ -82,8 +82,13 @@ func TestPromptThatWentPastTheBrokerAloneIsWaitedFor(t *testing.T) {
 	comfy, voice := s.servers["comfyui"], s.servers["mvoice"]
 	queuePrompt(t, s.url+"/comfyui/prompt", prompt)
 	s.idle("comfyui")
-	queuePrompt(t, comfy.URL()+"/prompt", longPrompt("400")) // the broker holds nothing for it
-	require.Equal(t, 200, s.post("/mvoice/synthesize", "hello").status)
+	end := s.holdWork("comfyui")
+	queuePrompt(t, comfy.URL()+"/prompt", prompt) // the broker holds nothing for it
+	asked := busyQuestions(comfy)
+	speech := s.send("POST", "/mvoice/synthesize", "hello")
+	s.until("it was asked whether it works", func() bool { return busyQuestions(comfy) > asked })
+	end()
+	require.Equal(t, 200, s.await(speech).status)
 	done := times(comfy, modelserver.EventWorkEnd)
 	require.Len(t, done, 2)
 	called := times(comfy, modelserver.EventUnloadCall)
@@ -96,12 +101,14 @@ func TestPromptsAreQueuedAtTheServerWhileOneRuns(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Consumers: []consumer{mvoice(), comfyui()}})
 	comfy := s.servers["comfyui"]
-	first := queuePrompt(t, s.url+"/comfyui/prompt", longPrompt("600"))
+	end := s.holdWork("comfyui")
+	first := queuePrompt(t, s.url+"/comfyui/prompt", prompt)
 	for range 4 { // concurrency is 1: enqueueing isn't bounded by it
 		queuePrompt(t, s.url+"/comfyui/prompt", longPrompt("0"))
 	}
 	require.Equal(t, 5, comfy.Stats().Queue)
 	require.NotContains(t, string(s.get("/comfyui/history").body), first, "the first prompt must still run")
+	end()
 	s.idle("comfyui")
 	require.Equal(t, 5, comfy.Stats().Worked)
 	require.Zero(t, comfy.Stats().Queue)

@@ -15,12 +15,9 @@ import (
 
 func TestFC01_WarmRequestsCannotUndoAnEvictionThatIsUnderWay(t *testing.T) {
 	t.Parallel()
-	m1 := plainModel("m1", 9)
-	m1.UnloadTime = 200 * time.Millisecond
-	s := start(t, layout{Global: "overtake 0\novertake_min 50ms", Consumers: []consumer{m1, plainModel("m2", 9)}})
+	s := start(t, layout{Global: "overtake 0\novertake_min 50ms", Consumers: []consumer{plainModel("m1", 9), plainModel("m2", 9)}})
 	s.serve("m1")
-	runs := s.send("POST", "/m1/synthesize?ms=1500", "x")
-	s.until("m1 works", func() bool { return s.servers["m1"].Stats().Working == 1 })
+	runs, end := s.works("m1")
 	wants := s.send("POST", "/m2/synthesize", "x")
 	s.until("m1 drains for m2", func() bool {
 		slot := s.status().Consumers["m1"].Slots[0]
@@ -31,11 +28,17 @@ func TestFC01_WarmRequestsCannotUndoAnEvictionThatIsUnderWay(t *testing.T) {
 		more = append(more, s.send("POST", "/m1/synthesize", "x"))
 	}
 	s.waitQueued("m1", 3)
+	hang := func(on bool) { s.servers["m1"].SetFaults(func(f *modelserver.Faults) { f.HangUnload = on }) }
+	hang(true)
+	t.Cleanup(func() { hang(false) })
+	end()
 	s.ok(runs)
 	s.waitState("m1", "STOPPING")
 	for range 3 { // and none while it is being unloaded
 		more = append(more, s.send("POST", "/m1/synthesize", "x"))
 	}
+	s.waitQueued("m1", 6)
+	hang(false)
 	second := s.ok(wants)
 	for _, ch := range more {
 		require.True(t, s.ok(ch).at.After(second.at), "they queue behind it")
@@ -86,9 +89,8 @@ func TestFC02_BusyModelMakesWayWithinTheBound(t *testing.T) {
 
 func TestFC04_LeavingWaiterDoesNotAbortTheLoadOfTheOthers(t *testing.T) {
 	t.Parallel()
-	c := plainModel("m", 9)
-	c.LoadTime = 700 * time.Millisecond
-	s := start(t, layout{Consumers: []consumer{c}})
+	s := start(t, layout{Consumers: []consumer{plainModel("m", 9)}})
+	loaded := s.holdLoad("m")
 	ctx, leave := context.WithCancel(context.Background())
 	defer leave()
 	first := s.goCtx(ctx, "POST", "/m/synthesize", "x")
@@ -102,6 +104,7 @@ func TestFC04_LeavingWaiterDoesNotAbortTheLoadOfTheOthers(t *testing.T) {
 	require.ErrorIs(t, s.await(first).err, context.Canceled)
 	s.waitQueued("m", 4)
 	require.Equal(t, "LOADING", s.state("m"))
+	loaded()
 	for _, ch := range rest {
 		s.ok(ch)
 	}
@@ -111,15 +114,16 @@ func TestFC04_LeavingWaiterDoesNotAbortTheLoadOfTheOthers(t *testing.T) {
 
 func TestFC05_LoadGoesOnWithoutItsClientSoThatTheRetryIsWarm(t *testing.T) {
 	t.Parallel()
-	c := plainModel("m", 9)
-	c.LoadTime = 900 * time.Millisecond
-	s := start(t, layout{Consumers: []consumer{c}})
+	s := start(t, layout{Consumers: []consumer{plainModel("m", 9)}})
+	loaded := s.holdLoad("m")
 	ctx, leave := context.WithCancel(context.Background())
 	defer leave()
 	first := s.goCtx(ctx, "POST", "/m/synthesize", "x")
 	s.waitState("m", "LOADING")
 	leave()
 	require.ErrorIs(t, s.await(first).err, context.Canceled)
+	s.waitQueued("m", 0)
+	loaded()
 	s.waitState("m", "READY")
 	a := s.serve("m")
 	require.Contains(t, a.header.Get("Server-Timing"), "gpu-load;dur=0")
@@ -248,8 +252,7 @@ func TestFC25_QueueCapCountsAllWaitersAndThoseWhoLeaveMakeRoomAtOnce(t *testing.
 	t.Parallel()
 	s := start(t, layout{Global: "max_queue 4", Consumers: []consumer{plainModel("warm", 9), plainModel("cold", 9)}})
 	s.serve("warm")
-	runs := s.send("POST", "/warm/synthesize?ms=1500", "x")
-	s.until("warm works", func() bool { return s.servers["warm"].Stats().Working == 1 })
+	runs, end := s.works("warm")
 	ctx, leave := context.WithCancel(context.Background())
 	defer leave()
 	var stay []<-chan answer
@@ -271,6 +274,7 @@ func TestFC25_QueueCapCountsAllWaitersAndThoseWhoLeaveMakeRoomAtOnce(t *testing.
 	stay = append(stay, s.send("POST", "/warm/synthesize", "6"), s.send("POST", "/cold/synthesize", "7"))
 	s.until("four wait", func() bool { return s.status().Scheduler.QueueDepth == 4 })
 	require.Equal(t, "queue_full", s.refusal(s.post("/cold/synthesize", "8")).Code)
+	end()
 	s.ok(runs)
 	for _, ch := range stay {
 		s.ok(ch)

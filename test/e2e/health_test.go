@@ -109,16 +109,18 @@ func TestStatusAnswersWhileEverythingIsBusy(t *testing.T) {
 	b.LoadTime = 300 * time.Millisecond
 	s := start(t, layout{Consumers: []consumer{a, b}})
 	s.serve("a")
-	runs := s.send("POST", "/a/synthesize?ms=400", "x")
-	s.until("a works", func() bool { return s.servers["a"].Stats().Working == 1 })
+	runs, end := s.works("a")
 	var waits []<-chan answer
 	for range 20 {
 		waits = append(waits, s.send("POST", "/b/synthesize", "x"))
 	}
 	s.waitQueued("b", 20)
 	seen := map[string]bool{}
-	for s.servers["b"].Stats().Worked == 0 {
+	for first := true; s.servers["b"].Stats().Worked == 0; first = false {
 		st := s.status()
+		if first {
+			end()
+		}
 		seen[st.Consumers["a"].Slots[0].State], seen[st.Consumers["b"].Slots[0].State] = true, true
 		if len(st.Queue) > 0 && st.Consumers["b"].Slots[0].State != "READY" {
 			require.NotEmpty(t, st.Queue[0].Reason, "each waiter has its reason")

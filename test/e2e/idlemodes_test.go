@@ -133,11 +133,13 @@ func TestServerThatWorksForSomebodyElseIsLeftAloneUntilThatIsDone(t *testing.T) 
 	comfy := s.servers["comfyui"]
 	queuePrompt(t, s.url+"/comfyui/prompt", prompt)
 	s.idle("comfyui")
-	queuePrompt(t, comfy.URL()+"/prompt", longPrompt("2500")) // past the broker, while it is loaded
+	end := s.holdWork("comfyui")
+	queuePrompt(t, comfy.URL()+"/prompt", prompt) // past the broker, while it is loaded
 	require.Zero(t, comfy.Stats().UnloadCalls)
 	s.until("it was asked, and let be", func() bool { return len(s.decisions("reopen")) >= 2 })
 	require.Contains(t, s.decisions("reopen")[0].Reason, "works for somebody else")
 	require.Equal(t, "READY", s.state("comfyui"))
+	end()
 	called := s.nth("comfyui", modelserver.EventUnloadCall, 1)
 	ends := times(comfy, modelserver.EventWorkEnd)
 	require.Len(t, ends, 2)

@@ -338,13 +338,13 @@ func TestFC15_WaitersOfALoadThatFailsAreToldOnceAndTheNextRequestAfterTheCoolDow
 	s.serve("other")
 	refuse := func(on bool) { s.servers["m"].SetFaults(func(f *modelserver.Faults) { f.RefuseLoad = on }) }
 	refuse(true)
-	runs := s.send("POST", "/other/synthesize?ms=700", "x")
-	require.NoError(t, s.servers["other"].WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Working == 1 }))
+	runs, end := s.works("other")
 	var waits []<-chan answer
 	for range 4 {
 		waits = append(waits, s.send("POST", "/m/synthesize", "x"))
 	}
 	s.waitQueued("m", 4)
+	end()
 	s.ok(runs)
 	for _, ch := range waits {
 		a := s.await(ch)

@@ -239,14 +239,14 @@ func TestWrongHealthAnswerIsUnhealthyForThoseWhoWaitToo(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Global: "probe_interval 50ms", Consumers: []consumer{plainModel("a", 9), plainModel("b", 9)}})
 	s.serve("a")
-	runs := s.send("POST", "/a/synthesize?ms=1000", "x")
-	s.until("a works", func() bool { return s.servers["a"].Stats().Working == 1 })
+	runs, end := s.works("a")
 	waits := s.send("POST", "/b/synthesize", "x")
 	s.waitQueued("b", 1)
 	s.servers["b"].SetFaults(func(f *modelserver.Faults) { f.HealthStatus = 500 })
 	doc := s.refusal(s.await(waits))
 	require.Equal(t, "unhealthy", doc.Code)
 	require.Contains(t, doc.Message, "500")
+	end()
 	s.ok(runs)
 	require.Zero(t, s.unloadCalls())
 }
@@ -271,13 +271,15 @@ func TestBusySingleThreadedServerThatAnswersNoProbeIsNotUnhealthy(t *testing.T) 
 	c.Concurrency = 1 // single-threaded: while it works it answers nothing
 	s := start(t, layout{Global: "probe_interval 50ms\nprobe_timeout 100ms", Consumers: []consumer{c}})
 	s.serve("mvoice")
-	first := s.send("POST", "/mvoice/synthesize?ms=1000", "one")
-	s.until("it works", func() bool { return s.servers["mvoice"].Stats().Working == 1 })
+	first, end := s.works("mvoice")
 	second := s.send("POST", "/mvoice/synthesize?ms=200", "two")
-	for len(first) == 0 { // ten probes in a row get no answer meanwhile
+	probes := func() int { return s.servers["mvoice"].Stats().Requests["/health"] }
+	before := probes()
+	s.until("five probes in a row got no answer", func() bool {
 		require.Equal(t, "healthy", s.status().Consumers["mvoice"].Health)
-		time.Sleep(10 * time.Millisecond)
-	}
+		return probes() > before+5
+	})
+	end()
 	s.ok(first)
 	s.ok(second)
 	require.Empty(t, s.decisions("unhealthy"))
@@ -298,13 +300,13 @@ func TestBudgetThatEndsIs504AndStartsNothing(t *testing.T) {
 	c.Route = "budget 300ms"
 	s := start(t, layout{Consumers: []consumer{c, plainModel("b", 9)}})
 	s.serve("b")
-	runs := s.send("POST", "/b/synthesize?ms=1200", "x")
-	s.until("b works", func() bool { return s.servers["b"].Stats().Working == 1 })
+	runs, end := s.works("b")
 	a := s.post("/a/synthesize", "hello")
 	require.Equal(t, 504, a.status)
 	require.Equal(t, "budget_exceeded", s.refusal(a).Code)
 	require.GreaterOrEqual(t, a.took, 290*time.Millisecond)
 	require.Zero(t, len(runs), "the other one still runs")
+	end()
 	s.ok(runs)
 	require.Zero(t, s.servers["a"].Stats().LoadsStarted)
 	require.Zero(t, s.unloadCalls())
@@ -372,12 +374,12 @@ func TestConsumerWithoutLockComputesBesideAnother(t *testing.T) {
 	s.serve("big")
 	s.serve("embed")
 	s.serve("other")
-	runs := s.send("POST", "/big/synthesize?ms=700", "x")
-	s.until("big works", func() bool { return s.servers["big"].Stats().Working == 1 })
+	runs, end := s.works("big")
 	waits := s.send("POST", "/other/synthesize", "x")
 	s.waitQueued("other", 1)
 	s.serve("embed")
 	require.Equal(t, 1, s.servers["big"].Stats().Working, "embed was served beside it")
+	end()
 	s.ok(runs)
 	s.ok(waits)
 	require.Empty(t, modelserver.Overlap(s.servers["big"], s.servers["other"]))
@@ -409,13 +411,17 @@ func TestSchedulerPassthroughNeitherLocksNorQueues(t *testing.T) {
 	s := start(t, layout{Total: "32GiB", Global: "scheduler passthrough", Consumers: []consumer{a, b}})
 	s.serve("a")
 	s.serve("b")
+	ends := []func(){s.holdWork("a"), s.holdWork("b")}
 	var all []<-chan answer
 	for range 3 {
-		all = append(all, s.send("POST", "/a/synthesize?ms=600", "x"), s.send("POST", "/b/synthesize?ms=600", "x"))
+		all = append(all, s.send("POST", "/a/synthesize", "x"), s.send("POST", "/b/synthesize", "x"))
 	}
 	s.until("all run at once", func() bool {
 		return s.servers["a"].Stats().Working == 3 && s.servers["b"].Stats().Working == 3
 	})
+	for _, end := range ends {
+		end()
+	}
 	for _, ch := range all {
 		s.ok(ch)
 	}
@@ -470,8 +476,7 @@ func TestLostGPURefusesAtOnceEvenThoseWhoWait(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Consumers: []consumer{plainModel("a", 9), plainModel("b", 9)}})
 	s.serve("a")
-	runs := s.send("POST", "/a/synthesize?ms=2500", "x")
-	s.until("a works", func() bool { return s.servers["a"].Stats().Working == 1 })
+	runs, end := s.works("a")
 	waits := s.send("POST", "/b/synthesize", "x")
 	s.waitQueued("b", 1)
 	require.NoError(t, simulated.WriteState(s.sim, "lost 0"))
@@ -479,6 +484,7 @@ func TestLostGPURefusesAtOnceEvenThoseWhoWait(t *testing.T) {
 	require.Equal(t, "lost", s.status().GPUs[0].Health)
 	require.Empty(t, s.status().Degraded, "a lost GPU is not lost telemetry")
 	require.Equal(t, "gpu_lost", s.refusal(s.post("/a/synthesize", "x")).Code)
+	end()
 	s.ok(runs)
 	require.NoError(t, simulated.WriteState(s.sim))
 	s.until("it is back", func() bool { return s.status().GPUs[0].Health == "healthy" })

@@ -37,13 +37,14 @@ func (s *site) reloaded(edit func(caddyfile string) string) {
 	})
 }
 
-// inTheMiddle is a site with a stream that runs on a, and a request for b that waits.
+// inTheMiddle is a site with a stream that runs on a until goesOn ends it, and a request for b that waits.
 func inTheMiddle(t *testing.T) (s *site, stream, waits <-chan answer) {
 	s = start(t, layout{Consumers: []consumer{plainModel("a", 9), plainModel("b", 9)}})
 	s.serve("b")
 	s.serve("a")
-	stream = s.send("GET", "/a/stream?events=80&ms=60", "")
-	s.until("a streams", func() bool { return s.servers["a"].Stats().Working == 1 })
+	s.holdWork("a")
+	stream = s.send("GET", "/a/stream?events=80&ms=1", "")
+	s.working("a")
 	waits = s.send("POST", "/b/synthesize", "x")
 	s.waitQueued("b", 1)
 	return s, stream, waits
@@ -52,6 +53,7 @@ func inTheMiddle(t *testing.T) (s *site, stream, waits <-chan answer) {
 func (s *site) goesOn(stream, waits <-chan answer) {
 	s.t.Helper()
 	require.Zero(s.t, len(stream), "the stream still runs")
+	s.letWork("a")
 	one := s.ok(stream)
 	require.Equal(s.t, modelserver.StreamBytes(80), one.body)
 	two := s.ok(waits)
@@ -149,8 +151,7 @@ func TestRemovedConsumerServesWhoWaitsAndIsUnloaded(t *testing.T) {
 	s := start(t, layout{Consumers: []consumer{plainModel("a", 2), plainModel("b", 2)}})
 	s.serve("a")
 	s.serve("b")
-	runs := s.send("POST", "/b/synthesize?ms=600", "x")
-	s.until("b works", func() bool { return s.servers["b"].Stats().Working == 1 })
+	runs, end := s.works("b")
 	waits := s.send("POST", "/b/synthesize", "x")
 	s.waitQueued("b", 1)
 	s.reloaded(func(c string) string {
@@ -158,6 +159,7 @@ func TestRemovedConsumerServesWhoWaitsAndIsUnloaded(t *testing.T) {
 		return regexp.MustCompile(`(?s)handle_path /b/\*.*?\n\}\n.*?\n\}\n`).ReplaceAllString(c, "")
 	})
 	require.True(t, s.status().Consumers["b"].Removed)
+	end()
 	s.ok(runs)
 	s.ok(waits)
 	s.until("b is gone", func() bool { _, there := s.status().Consumers["b"]; return !there })

@@ -92,8 +92,9 @@ func TestReloadThatFailsHasNoEffectAtAll(t *testing.T) {
 			})
 			way := spoilers(occupied(t))[i]
 			wire := newTripwire(t)
-			stream := s.send("GET", "/a/stream?events=250&ms=20", "")
-			require.NoError(t, s.servers["a"].WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Working == 1 }))
+			end := s.holdWork("a")
+			stream := s.send("GET", "/a/stream?events=250&ms=1", "")
+			s.working("a")
 			waits := s.send("POST", "/gone/synthesize", "x")
 			s.waitQueued("gone", 1)
 
@@ -146,6 +147,7 @@ func TestReloadThatFailsHasNoEffectAtAll(t *testing.T) {
 			}
 
 			require.Zero(t, len(stream), "the stream still runs")
+			end()
 			require.Equal(t, modelserver.StreamBytes(250), s.ok(stream).body)
 			s.ok(waits)
 			s.client.CloseIdleConnections()
@@ -185,8 +187,7 @@ func TestWhatWaitsUnderTheOldConfigurationIsServedAfterItIsGone(t *testing.T) {
 			b.Addr, b.Proxy = addr, c.proxy
 			s := start(t, layout{HTTPS: c.https, Consumers: []consumer{plainModel("a", 9), b}})
 			s.serve("a")
-			runs := s.send("POST", "/a/synthesize?ms=3000", "x")
-			require.NoError(t, s.servers["a"].WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Working == 1 }))
+			runs, end := s.works("a")
 			sizes := []int{0, 100, 200 << 10, 3 << 20} // none, small, read ahead, and in a file
 			var waits []<-chan answer
 			for i, size := range sizes {
@@ -204,6 +205,7 @@ func TestWhatWaitsUnderTheOldConfigurationIsServedAfterItIsGone(t *testing.T) {
 			require.Equal(t, "5", string(s.get("/hello").body))
 			require.Zero(t, len(runs), "all this while it runs")
 			require.Equal(t, len(sizes), s.status().Consumers["b"].Waiting)
+			end()
 			s.ok(runs)
 			for i, ch := range waits {
 				a := s.ok(ch)
@@ -219,8 +221,9 @@ func TestWhatWaitsUnderTheOldConfigurationIsServedAfterItIsGone(t *testing.T) {
 
 func TestRemovedConsumerThatLoadsServesWhoWaitsAndIsUnloaded(t *testing.T) {
 	t.Parallel()
-	s := start(t, layout{Consumers: []consumer{plainModel("a", 2), slowLoad("b", 2, 1500*time.Millisecond, "pin")}})
+	s := start(t, layout{Consumers: []consumer{plainModel("a", 2), plainModel("b", 2, "pin")}})
 	s.serve("a")
+	loaded := s.holdLoad("b")
 	var waits []<-chan answer
 	for i := range 3 {
 		waits = append(waits, s.send("POST", "/b/synthesize", "x"))
@@ -230,6 +233,7 @@ func TestRemovedConsumerThatLoadsServesWhoWaitsAndIsUnloaded(t *testing.T) {
 	s.reloaded(func(c string) string { return withoutConsumer(c, "b") })
 	require.True(t, s.status().Consumers["b"].Removed)
 	require.Equal(t, "LOADING", s.state("b"))
+	loaded()
 	for _, ch := range waits {
 		s.ok(ch)
 	}
@@ -250,14 +254,14 @@ func TestConsumerThatIsPutBackWhileItStillServesIsKept(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Consumers: []consumer{plainModel("a", 2), plainModel("b", 2)}})
 	s.serve("b")
-	runs := s.send("POST", "/b/synthesize?ms=1500", "x")
-	require.NoError(t, s.servers["b"].WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Working == 1 }))
+	runs, end := s.works("b")
 	with := s.caddyfileNow()
 	s.reloaded(func(c string) string { return withoutConsumer(c, "b") })
 	require.True(t, s.status().Consumers["b"].Removed)
 	s.reloaded(func(string) string { return with + "\n# back\n" })
 	require.False(t, s.status().Consumers["b"].Removed)
 	require.Zero(t, len(runs))
+	end()
 	s.ok(runs)
 	s.serve("b")
 	require.Zero(t, s.unloadCalls())
@@ -270,13 +274,13 @@ func TestFC16_ChangedLifecycleRouteTakesEffectWithoutAReloadOfTheModel(t *testin
 	s := start(t, layout{Consumers: []consumer{plainModel("a", 9), plainModel("b", 9)}})
 	s.serve("a")
 	before := s.status().Consumers["a"]
-	runs := s.send("POST", "/a/synthesize?ms=1000", "x")
-	require.NoError(t, s.servers["a"].WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Working == 1 }))
+	runs, end := s.works("a")
 	s.reloaded(func(c string) string {
 		return strings.Replace(c, "unload POST /api/admin/unload", "unload POST /api/admin/unload?how=new", 1)
 	})
 	require.Equal(t, "READY", s.state("a"), "it is loaded as before")
 	require.Equal(t, before.Slots[0].Booking, s.status().Consumers["a"].Slots[0].Booking)
+	end()
 	s.ok(runs)
 	s.serve("b")
 	var unloads []string
@@ -297,11 +301,11 @@ func TestFC16_ConsumerThatMovesIsProbedAndServedAtItsNewAddress(t *testing.T) {
 	second, err := modelserver.Start(modelserver.Options{Name: "second", SimDir: s.sim, VRAM: gib(2)})
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = second.Close() })
-	runs := s.send("POST", "/a/synthesize?ms=1000", "x")
-	require.NoError(t, s.servers["a"].WaitFor(t.Context(), func(now modelserver.Stats) bool { return now.Working == 1 }))
+	runs, end := s.works("a")
 	waits := s.send("POST", "/a/synthesize", "x")
 	s.waitQueued("a", 1)
 	s.reloaded(func(c string) string { return strings.ReplaceAll(c, s.servers["a"].Addr(), second.Addr()) })
+	end()
 	s.ok(runs)
 	s.ok(waits)
 	s.serve("a")
@@ -331,7 +335,8 @@ func TestFC17_StreamsAcrossAReloadReleaseTheirPlaceOnce(t *testing.T) {
 				var conn *websocket.Conn
 				var stream <-chan answer
 				if kind == "SSE" {
-					stream = s.send("GET", "/speech/stream?events=60&ms=30", "")
+					s.holdWork("speech")
+					stream = s.send("GET", "/speech/stream?events=60&ms=1", "")
 				} else {
 					name, requests = "ui", 1
 					conn = s.dialSocket("/ui/ws?clientId=it")
@@ -347,6 +352,7 @@ func TestFC17_StreamsAcrossAReloadReleaseTheirPlaceOnce(t *testing.T) {
 
 				switch {
 				case kind == "SSE":
+					s.letWork("speech")
 					require.Equal(t, modelserver.StreamBytes(60), s.ok(stream).body, "it is never cut")
 				case delay == "":
 					ctx, cancel := context.WithTimeout(t.Context(), patience)

@@ -309,16 +309,11 @@ type answer struct {
 
 // code is the code of the broker's error document; empty: it is none.
 func (a answer) code() string {
-	var doc struct {
-		Error struct {
-			Type string `json:"type"`
-			Code string `json:"code"`
-		} `json:"error"`
-	}
-	if json.Unmarshal(a.body, &doc) != nil || doc.Error.Type != "gpu_broker_error" {
+	doc, ok := refusalOf(a.body)
+	if !ok {
 		return ""
 	}
-	return doc.Error.Code
+	return doc.Code
 }
 
 // do sends a request to a path of the site and reads the whole answer.

@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -206,10 +207,17 @@ type refusalDocument struct {
 
 func refusalOf(body []byte) (refusalDocument, bool) {
 	var doc struct {
-		Error refusalDocument `json:"error"`
+		Error json.RawMessage `json:"error"`
 	}
-	err := json.Unmarshal(body, &doc)
-	return doc.Error, err == nil && doc.Error.Type == "gpu_broker_error"
+	if json.Unmarshal(body, &doc) != nil {
+		return refusalDocument{}, false
+	}
+	var refusal refusalDocument
+	err := json.Unmarshal(doc.Error, &refusal)
+	if bytes.HasPrefix(doc.Error, []byte(`"`)) { // Ollama's form: the error is a text, and all else stands beside it
+		err = json.Unmarshal(body, &refusal)
+	}
+	return refusal, err == nil && refusal.Type == "gpu_broker_error"
 }
 
 // refusalStatus is the status of each code of spec §8 that a site can see.

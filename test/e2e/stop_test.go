@@ -98,13 +98,15 @@ func newBusySite(t *testing.T, https bool) *busySite {
 	s.serve("a")
 	s.forAny = s.send("POST", "/c/synthesize", "x")
 	s.waitState("c", "LOADING")
-	s.stream = s.streams("a", "events=60&ms=50")
-	s.plain = s.send("POST", "/d/synthesize?ms=2000", "hello")
+	s.holdWork("a")
+	s.stream = s.streams("a", "events=60&ms=1")
+	s.holdWork("d")
+	s.plain = s.send("POST", "/d/synthesize", "hello")
 	s.forTurn = s.send("POST", "/a/synthesize", strings.Repeat("x", 100<<10))
 	s.waitQueued("a", 1)
 	s.forMemory = s.send("POST", "/b/synthesize", "x")
 	s.waitQueued("b", 1)
-	s.until("d works", func() bool { return s.servers["d"].Stats().Working == 1 })
+	s.working("d")
 	return s
 }
 
@@ -125,6 +127,8 @@ func (s *busySite) stopsWell(stop func(*site)) {
 	if a := s.post("/d/synthesize", "x"); a.err == nil {
 		s.turnedAway(a)
 	}
+	s.letWork("a")
+	s.letWork("d")
 	plain, stream := s.ok(s.plain), s.ok(s.stream)
 	require.Equal(t, modelserver.SynthesizeBytes([]byte("hello")), plain.body)
 	require.Equal(t, modelserver.StreamBytes(60), stream.body)

@@ -34,7 +34,8 @@ func TestFC07_StreamFlowsAtOnceAndWholeWhileAnotherWaitsForItsMemory(t *testing.
 	overBothVersions(t, func(t *testing.T, https bool) {
 		s := start(t, layout{HTTPS: https, Consumers: []consumer{mvoice(), image()}})
 		voice := s.servers["mvoice"]
-		resp := s.open("GET", "/mvoice/stream?events=40&ms=25")
+		end := s.holdWork("mvoice")
+		resp := s.open("GET", "/mvoice/stream?events=40&ms=1")
 		require.Equal(t, "text/event-stream", resp.Header.Get("Content-Type"))
 		first := make([]byte, 10)
 		_, err := io.ReadFull(resp.Body, first)
@@ -43,6 +44,7 @@ func TestFC07_StreamFlowsAtOnceAndWholeWhileAnotherWaitsForItsMemory(t *testing.
 
 		picture := s.send("POST", "/image/generate", "a picture")
 		s.waitQueued("image", 1)
+		end()
 		rest, err := io.ReadAll(resp.Body)
 		require.NoError(t, err)
 		require.True(t, bytes.Equal(modelserver.StreamBytes(40), append(first, rest...)), "the stream must be whole")

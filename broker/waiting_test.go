@@ -1,0 +1,128 @@
+package broker
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+func TestRequestIsToldThatItWaitsAndMayAskWhereItStands(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB), server("b", 4*gpu.GiB))
+		defer w.Close()
+		places := make(chan func() Place, 1)
+		ask := Request{Consumer: "a", Waiting: func(place func() Place) { places <- place }}
+		leases := make(chan Lease, 3)
+		acquire := func(r Request) {
+			go func() {
+				l, err := w.Acquire(context.Background(), r)
+				require.NoError(t, err)
+				leases <- l
+			}()
+			synctest.Wait()
+		}
+		acquire(ask)
+		place := <-places
+		require.Equal(t, Place{Consumer: "a", Position: 1, Loading: true}, place())
+		first := <-leases
+		require.Equal(t, Place{}, place(), "it waits no more")
+
+		acquire(Request{Consumer: "b", Priority: 5})
+		acquire(Request{Consumer: "a"})
+		acquire(ask)
+		place = <-places
+		require.Equal(t, Place{Consumer: "a", Position: 2}, place(), "the one of less urgency is behind it")
+		first.Release(scheduler.Served)
+		second := <-leases
+		require.Equal(t, Place{Consumer: "a", Position: 1}, place())
+		second.Release(scheduler.Served)
+		(<-leases).Release(scheduler.Served)
+		(<-leases).Release(scheduler.Served)
+
+		l, err := w.Acquire(context.Background(), ask)
+		require.NoError(t, err)
+		l.Release(scheduler.Served)
+		require.Empty(t, places, "a warm request does not wait")
+	})
+}
+
+func TestClientsOfTheStatusAreCountedOncePerRequest(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB))
+		defer w.Close()
+		l, err := w.Acquire(context.Background(), Request{Consumer: "a", Client: "me"})
+		require.NoError(t, err)
+		asked := l.Asked
+		l.Release(scheduler.DialRefused)
+		l, err = w.Acquire(context.Background(), Request{Consumer: "a", Client: "me", Submitted: asked}) // once more
+		require.NoError(t, err)
+		l.Release(scheduler.Served)
+		l.Release(scheduler.Served) // does nothing
+		warm, ok := w.TryAcquire(Request{Consumer: "a", Client: "me"})
+		require.True(t, ok)
+		_, ok = w.TryAcquire(Request{Consumer: "a", Client: "me"})
+		require.False(t, ok)
+		pass(3 * time.Second)
+		warm.Release(scheduler.Served)
+		clients := w.Status().Clients
+		require.Len(t, clients, 1)
+		require.Equal(t, "me", clients[0].Client)
+		require.EqualValues(t, 2, clients[0].Requests)
+		require.InDelta(t, 1000, clients[0].MeanRunMS, 1, "of three runs")
+		require.Positive(t, clients[0].MeanWaitMS)
+	})
+}
+
+func TestWorkThatOutlivesItsAnswerIsSharedOutWhenAllOfItIsOver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a := server("a", 4*gpu.GiB)
+		a.Concurrency = 2
+		w := newWorld(t, func(c *config.Broker) {
+			for _, c := range c.Consumers {
+				c.Async = true
+			}
+		}, a)
+		s := w.servers["a"]
+		s.mu.Lock()
+		s.traits.Busy, s.busy = true, true
+		s.mu.Unlock()
+		require.NoError(t, w.Push(w.generation(t, nil, func() *config.Consumer { c := server("a", 4*gpu.GiB); c.Async, c.Concurrency = true, 2; return c }())))
+		w.Pop(w.gen)
+		defer w.Close()
+		var served []time.Duration
+		done := func(service time.Duration) { served = append(served, service) }
+		accept := func() {
+			l, err := w.Acquire(context.Background(), Request{Consumer: "a"})
+			require.NoError(t, err)
+			require.True(t, w.WhenDone("a", l.Began, done))
+			l.Release(scheduler.Accepted)
+		}
+		accept()
+		pass(4 * time.Second)
+		accept()
+		pass(4 * time.Second)
+		synctest.Wait()
+		w.mu.Lock()
+		require.Empty(t, served, "it still works")
+		w.mu.Unlock()
+		s.mu.Lock()
+		s.busy = false
+		s.mu.Unlock()
+		pass(time.Second)
+		synctest.Wait()
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		require.Len(t, served, 2)
+		for _, d := range served {
+			require.InDelta(t, 4*time.Second, d, float64(300*time.Millisecond))
+		}
+		require.Empty(t, w.outliving)
+	})
+}

@@ -1,0 +1,113 @@
+package routing
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"net/http"
+	"strings"
+	"time"
+)
+
+// Listed is a model as lists show it.
+type Listed struct {
+	Name  string    // by which requests ask for it
+	Size  int64     // in bytes
+	Since time.Time // when it came to be, as far as anybody knows
+}
+
+// Lists are the answers to requests for the lists of models, made once for a configuration.
+type Lists struct {
+	openAI, ollama []byte
+	each           map[string][]byte // by name, in OpenAI's form
+}
+
+// openAIModel is a model as OpenAI shows it. All four fields are required in its SDKs' types.
+type openAIModel struct {
+	ID      string `json:"id"`
+	Object  string `json:"object"`
+	Created int64  `json:"created"` // in seconds since 1970
+	OwnedBy string `json:"owned_by"`
+}
+
+// ollamaModel is a model as Ollama shows it. Clients read a time, a size and
+// a digest, and some a list of families; what is not known is empty.
+type ollamaModel struct {
+	Name     string        `json:"name"`
+	Model    string        `json:"model"`
+	Modified string        `json:"modified_at"`
+	Size     int64         `json:"size"`
+	Digest   string        `json:"digest"`
+	Details  ollamaDetails `json:"details"`
+}
+
+type ollamaDetails struct {
+	Parent       string   `json:"parent_model"`
+	Format       string   `json:"format"`
+	Family       string   `json:"family"`
+	Families     []string `json:"families"`
+	Parameters   string   `json:"parameter_size"`
+	Quantization string   `json:"quantization_level"`
+}
+
+// NewLists makes Lists of models in their order.
+func NewLists(models []Listed) *Lists {
+	l := &Lists{each: map[string][]byte{}}
+	openAI := struct {
+		Object string        `json:"object"`
+		Data   []openAIModel `json:"data"`
+	}{"list", []openAIModel{}}
+	ollama := struct {
+		Models []ollamaModel `json:"models"`
+	}{[]ollamaModel{}}
+	for _, m := range models {
+		one := openAIModel{ID: m.Name, Object: "model", Created: m.Since.Unix(), OwnedBy: "gpu_broker"}
+		openAI.Data = append(openAI.Data, one)
+		l.each[m.Name] = encode(one)
+		digest := sha256.Sum256([]byte(m.Name))
+		ollama.Models = append(ollama.Models, ollamaModel{Name: m.Name, Model: m.Name, Modified: m.Since.UTC().Format(time.RFC3339),
+			Size: m.Size, Digest: hex.EncodeToString(digest[:]), Details: ollamaDetails{Families: []string{}}})
+	}
+	l.openAI, l.ollama = encode(openAI), encode(ollama)
+	return l
+}
+
+// encode can't fail for what is encoded here.
+func encode(v any) []byte {
+	out, err := json.Marshal(v)
+	if err != nil {
+		panic(err)
+	}
+	return out
+}
+
+// Paths of the lists, as OpenAI and Ollama have them.
+const (
+	openAIPath = "/v1/models"
+	ollamaPath = "/api/tags"
+)
+
+// IsList says whether a request asks for a list of models, or for one of a list.
+func IsList(r *http.Request) bool {
+	if r.Method != http.MethodGet && r.Method != http.MethodHead {
+		return false
+	}
+	path := r.URL.Path
+	return path == openAIPath || path == ollamaPath || strings.HasPrefix(path, openAIPath+"/") && len(path) > len(openAIPath)+1
+}
+
+// Answer is the answer, in JSON, to a request that IsList; nil: it asks for the model of that name, and there is none.
+func (l *Lists) Answer(r *http.Request) (body []byte, name string) {
+	switch path := r.URL.Path; path {
+	case openAIPath:
+		return l.openAI, ""
+	case ollamaPath:
+		return l.ollama, ""
+	default:
+		name = strings.TrimPrefix(path, openAIPath+"/")
+		if body = l.each[name]; body == nil {
+			body = l.each[sameModel(name)]
+		}
+		return body, name
+	}
+}

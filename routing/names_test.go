@@ -1,0 +1,149 @@
+package routing
+
+import (
+	"encoding/json"
+	"net/http/httptest"
+	"net/url"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func names(t *testing.T) *Names {
+	t.Helper()
+	n, err := NewNames([]Named{
+		{Consumer: "ollama", Aliases: []string{"qwen2.5:7b", "llama3:latest", "org/phi", "ollama"}},
+		{Consumer: "whisper", Aliases: []string{"whisper-1", "qwen2.5"}},
+		{Consumer: "old", Aliases: []string{"whisper-0"}, Hidden: true},
+	})
+	require.NoError(t, err)
+	return n
+}
+
+func TestNamesAndAliasesFindTheirConsumer(t *testing.T) {
+	for name, want := range map[string]string{
+		"ollama": "ollama", "qwen2.5:7b": "ollama", "llama3:latest": "ollama", "org/phi": "ollama", "whisper-1": "whisper", "whisper-0": "old",
+		"llama3": "ollama", "org/phi:latest": "ollama", "whisper:latest": "whisper", "qwen2.5": "whisper", "qwen2.5:latest": "whisper",
+		"": "", "Ollama": "", "qwen2.5:8b": "", "whisper-1:latest:latest": "", "llama3:8b": "", ":latest": "",
+	} {
+		consumer, ok := names(t).Lookup(name)
+		require.Equal(t, want, consumer, name)
+		require.Equal(t, want != "", ok, name)
+	}
+}
+
+func TestANameForTwoConsumersIsAnError(t *testing.T) {
+	_, err := NewNames([]Named{{Consumer: "a", Aliases: []string{"m", "b"}}, {Consumer: "b", Aliases: []string{"m"}}})
+	require.ErrorContains(t, err, `requests for "m" could mean consumer "a" or "b"`)
+	require.ErrorContains(t, err, `requests for "b" could mean`)
+}
+
+func TestNearNamesAreProposedTheNearestFirst(t *testing.T) {
+	n := names(t)
+	near := n.Near("whisper-2")
+	require.Equal(t, []string{"whisper-1", "whisper"}, near, "none that is hidden")
+	require.Empty(t, n.Near("zzzzzz"))
+	require.Empty(t, n.Near(""))
+	many, err := NewNames([]Named{{Consumer: "aaaa1"}, {Consumer: "aaaa2"}, {Consumer: "aaaa3"}, {Consumer: "aaaa4"}})
+	require.NoError(t, err)
+	require.Len(t, many.Near("aaaa5"), 3)
+}
+
+func TestSourcesAreAskedInTheirOrder(t *testing.T) {
+	s, err := NewSources([]Source{{FromHeader, "X-Model"}, {FromBody, ""}, {FromPath, "/models/*/infer"}, {FromQuery, ""}, {FromBody, "model_id"}, {FromPath, "/m/*"}})
+	require.NoError(t, err)
+	require.Equal(t, []string{"model", "model_id"}, s.Fields())
+	for _, c := range []struct {
+		target, header string
+		body           []string
+		want           string
+	}{
+		{"/models/c/infer?model=d", "a", []string{"b", "e"}, "a"},
+		{"/models/c/infer?model=d", "", []string{"b", "e"}, "b"},
+		{"/models/c/infer?model=d", "", []string{"", "e"}, "c"},
+		{"/models/c?model=d", "", []string{"", "e"}, "d"},
+		{"/models/c?model=", "", []string{"", "e"}, "e"},
+		{"/m/f", "", []string{"", ""}, "f"},
+		{"/m/f", "", nil, "f"},
+		{"/models/c?model=d&model=e", "", nil, "d"},
+		{"/x", "", nil, ""},
+		{"/m/", "", nil, ""},
+	} {
+		r := httptest.NewRequest("POST", c.target, nil)
+		r.Header.Set("X-Model", c.header)
+		name, err := s.Find(r, c.body)
+		require.NoError(t, err)
+		require.Equal(t, c.want, name, c.target)
+	}
+	r := httptest.NewRequest("GET", "/?model="+strings.Repeat("a", 513), nil)
+	_, err = s.Find(r, nil)
+	var fault *BadBody
+	require.ErrorAs(t, err, &fault)
+}
+
+func TestSourcesThatCantBeReadAreErrors(t *testing.T) {
+	_, err := NewSources([]Source{{FromHeader, ""}, {FromPath, ""}, {FromPath, "/a"}, {FromPath, "/*/*"}, {FromPath, "*/a"}, {FromPath, "/*?a"}, {"cookie", "a"}})
+	for _, want := range []string{"say which header", `path ""`, `path "/a": one *`, `path "/*/*": one *`, `path "*/a": the pattern must begin`, "leave out the query", `"cookie": one of body, query, header, path`} {
+		require.ErrorContains(t, err, want)
+	}
+}
+
+func TestPathPatternFindsTheDecodedName(t *testing.T) {
+	p, err := ParsePathPattern("/models/*/infer")
+	require.NoError(t, err)
+	for path, want := range map[string]string{
+		"/models/qwen/infer": "qwen", "/models/qwen2.5%3A7b/infer": "qwen2.5:7b", "/models/org%2Fphi/infer": "org/phi", "/models/org/phi/infer": "org/phi",
+		"/models/a%20b/infer": "a b", "/models/a%252Fb/infer": "a%2Fb", "/models/infer": "", "/models//infer": "", "/models/qwen/infer/": "", "/x/models/qwen/infer": "",
+	} {
+		u, err := url.Parse(path)
+		require.NoError(t, err)
+		name, ok := p.Match(u.Path)
+		require.Equal(t, want != "", ok, path)
+		require.Equal(t, want, name, path)
+	}
+}
+
+func TestListsHaveTheFormsOfOpenAIAndOllama(t *testing.T) {
+	since := time.Unix(1_700_000_000, 0)
+	l := NewLists([]Listed{{"qwen", 6 << 30, since}, {"org/phi:7b", 0, since}})
+	answer := func(method, path string) string {
+		r := httptest.NewRequest(method, path, nil)
+		require.True(t, IsList(r))
+		body, _ := l.Answer(r)
+		return string(body)
+	}
+	require.JSONEq(t, `{"object":"list","data":[{"id":"qwen","object":"model","created":1700000000,"owned_by":"gpu_broker"},
+		{"id":"org/phi:7b","object":"model","created":1700000000,"owned_by":"gpu_broker"}]}`, answer("GET", "/v1/models"))
+	require.JSONEq(t, `{"id":"org/phi:7b","object":"model","created":1700000000,"owned_by":"gpu_broker"}`, answer("GET", "/v1/models/org%2Fphi:7b"))
+	require.Equal(t, answer("GET", "/v1/models/org%2Fphi:7b"), answer("HEAD", "/v1/models/org/phi:7b"))
+	require.Empty(t, answer("GET", "/v1/models/none"))
+	var tags struct {
+		Models []struct {
+			Name, Model, Digest string
+			Modified            time.Time `json:"modified_at"`
+			Size                int64
+			Details             map[string]any
+		}
+	}
+	require.NoError(t, json.Unmarshal([]byte(answer("GET", "/api/tags")), &tags))
+	require.Len(t, tags.Models, 2)
+	m := tags.Models[0]
+	require.Equal(t, "qwen qwen", m.Name+" "+m.Model)
+	require.Len(t, m.Digest, 64)
+	require.NotEqual(t, m.Digest, tags.Models[1].Digest)
+	require.True(t, since.Equal(m.Modified))
+	require.EqualValues(t, 6<<30, m.Size)
+	require.Equal(t, []any{}, m.Details["families"])
+	require.Contains(t, m.Details, "parameter_size")
+
+	for _, c := range [][2]string{{"POST", "/v1/models"}, {"GET", "/v1/models/"}, {"GET", "/v1/modelsx"}, {"GET", "/api/tags/x"}, {"GET", "/v1/chat/completions"}, {"DELETE", "/v1/models/a"}} {
+		require.False(t, IsList(httptest.NewRequest(c[0], c[1], nil)), c)
+	}
+	none := NewLists(nil)
+	body, _ := none.Answer(httptest.NewRequest("GET", "/v1/models", nil))
+	require.JSONEq(t, `{"object":"list","data":[]}`, string(body))
+	body, _ = none.Answer(httptest.NewRequest("GET", "/api/tags", nil))
+	require.JSONEq(t, `{"models":[]}`, string(body))
+}

@@ -1,0 +1,149 @@
+package routing
+
+import (
+	"encoding/json"
+	"math"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// tell puts what the fields hold into facts.
+func (m *members) tell(facts *Facts) (err error) {
+	for i, name := range m.plan.fields {
+		if facts.Names[i], err = m.values[i].string(name, MaxName); err != nil {
+			return err
+		}
+	}
+	ours := m.values[len(m.plan.fields):]
+	for i, name := range ownFields {
+		v := ours[i]
+		if v.kind == 0 {
+			continue
+		}
+		switch name {
+		case fieldClient:
+			if m.plan.trust {
+				facts.Client, err = v.string(name, MaxClient)
+			}
+		case fieldPriority:
+			if m.plan.trust {
+				facts.Priority, facts.HasPriority, err = v.integer(name)
+			}
+		case fieldKeepAlive:
+			facts.KeepAlive, err = v.seconds(name)
+		case fieldStayWarm:
+			facts.StayWarm, err = v.seconds(name)
+		case fieldCooldown:
+			facts.Cooldown, err = v.seconds(name)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// string is the value as text, empty for null.
+func (v value) string(field string, longest int) (string, error) {
+	switch {
+	case v.kind == 0, v.kind == 'n':
+		return "", nil
+	case v.kind != '"':
+		return "", bad("field %q must be a string, it is %s", field, v.what())
+	case v.long:
+		return "", tooLong(field, longest)
+	}
+	text, err := unquote([]byte(v.text))
+	if err != nil {
+		return "", bad("field %q: %v", field, err)
+	}
+	if len(text) > longest {
+		return "", tooLong(field, longest)
+	}
+	return text, nil
+}
+
+func tooLong(field string, longest int) error {
+	return bad("field %q is longer than %d bytes", field, longest)
+}
+
+// number is the value as a number; said is false for null.
+func (v value) number(field string) (n float64, said bool, _ error) {
+	text := v.text
+	switch {
+	case v.kind == 'n':
+		return 0, false, nil
+	case v.long:
+		return 0, false, bad("field %q must be a number, it is a text of more than %d bytes", field, maxCapture)
+	case v.kind == '"':
+		inner, err := unquote([]byte(text))
+		if err != nil {
+			return 0, false, bad("field %q: %v", field, err)
+		}
+		text = strings.TrimSpace(inner)
+		if !isNumber(text) {
+			return 0, false, bad("field %q must be a number, it is a string that holds none", field)
+		}
+	case v.kind != '-' && (v.kind < '0' || v.kind > '9'):
+		return 0, false, bad("field %q must be a number, it is %s", field, v.what())
+	}
+	n, err := strconv.ParseFloat(text, 64)
+	if err != nil && !math.IsInf(n, 0) {
+		return 0, false, bad("field %q must be a number", field)
+	}
+	return n, true, nil
+}
+
+// isNumber says whether text is a number as JSON writes it, so not a word such as NaN, nor one in hexadecimal.
+func isNumber(text string) bool {
+	return text != "" && (text[0] == '-' || '0' <= text[0] && text[0] <= '9') && json.Valid([]byte(text))
+}
+
+// integer is the value as a whole number within ±1,000,000,000; what is beyond counts as that.
+func (v value) integer(field string) (n int, said bool, _ error) {
+	const most = 1e9
+	f, said, err := v.number(field)
+	if err != nil || !said {
+		return 0, false, err
+	}
+	if f != math.Trunc(f) && !math.IsInf(f, 0) {
+		return 0, false, bad("field %q must be a whole number", field)
+	}
+	return int(max(-most, min(most, f))), true, nil
+}
+
+// seconds is the value as a time of at most MaxDuration.
+func (v value) seconds(field string) (time.Duration, error) {
+	f, _, err := v.number(field)
+	if err != nil {
+		return 0, err
+	}
+	if f < 0 {
+		return 0, bad("field %q must be a number of seconds, it is negative", field)
+	}
+	return time.Duration(min(f, MaxDuration.Seconds()) * float64(time.Second)), nil
+}
+
+// what says what a value is.
+func (v value) what() string {
+	switch v.kind {
+	case '{':
+		return "an object"
+	case '[':
+		return "a list"
+	case '"':
+		return "a string"
+	case 't', 'f':
+		return "a boolean"
+	case 'n':
+		return "null"
+	}
+	return "a number"
+}
+
+// unquote decodes a JSON string.
+func unquote(text []byte) (s string, err error) {
+	err = json.Unmarshal(text, &s)
+	return s, err
+}

@@ -1,0 +1,166 @@
+package gpubroker
+
+import (
+	"fmt"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/routing"
+)
+
+// target is what a route knows of a consumer that may serve its requests. It
+// is made once, so that a warm request doesn't have to.
+type target struct {
+	name        string // empty: no consumer is known, see nobody
+	upstream    string
+	loadTimeout time.Duration
+	maxRun      time.Duration        // 0: no bound
+	gpuOnly     config.RoutePatterns // if not empty: no other request needs the GPU
+	bypass      config.RoutePatterns
+	touch       config.RoutePatterns
+	priority    int      // of requests that name none
+	candidates  []string // the ladder, this one being the first; nil: there is no other
+
+	placeholders caddy.ReplacerFunc // as they are for a request that did not wait
+	waited, ran  prometheus.Observer
+}
+
+// nobody stands for the consumer of a request that has none.
+var nobody = &target{placeholders: placeholders("", "")}
+
+// newTarget makes the target of a consumer for the requests of a route.
+func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
+	t := &target{
+		name:         c.Name,
+		upstream:     c.Upstream,
+		loadTimeout:  time.Duration(c.LoadTimeout),
+		maxRun:       c.LongestRun(),
+		priority:     c.EffectivePriority(),
+		placeholders: placeholders(c.Name, c.Upstream),
+		waited:       metrics.wait.WithLabelValues(c.Name),
+		ran:          metrics.run.WithLabelValues(c.Name),
+	}
+	for _, p := range []struct {
+		into  *config.RoutePatterns
+		texts []string
+	}{{&t.gpuOnly, c.GPURoutes}, {&t.bypass, slices.Concat(c.Bypass, h.Bypass)}, {&t.touch, slices.Concat(c.Touch, h.Touch)}} {
+		var err error
+		if *p.into, err = config.ParseRoutePatterns(p.texts); err != nil {
+			return nil, fmt.Errorf("consumer %q: %w", c.Name, err)
+		}
+	}
+	if h.MaxRun != nil {
+		t.maxRun = time.Duration(*h.MaxRun)
+	}
+	if n, ok := h.Priority.Number(); ok {
+		t.priority = n
+	}
+	t.priority = h.PriorityRange.Clamp(t.priority)
+	ladder := c.Fallback
+	if len(h.Fallback) > 0 {
+		ladder = slices.DeleteFunc(slices.Clone(h.Fallback), func(name string) bool { return name == c.Name })
+	}
+	if len(ladder) > 0 {
+		t.candidates = append([]string{c.Name}, ladder...)
+	}
+	return t, nil
+}
+
+// need is what a request wants of the GPU.
+type need int
+
+const (
+	needsGPU need = iota
+	needsNothing
+	needsTouch // counts as use
+)
+
+// needs says what a request wants, by its method and by its path as the server will see it.
+func (t *target) needs(r *http.Request) need {
+	switch {
+	case r.Method == http.MethodOptions || r.Method == http.MethodHead:
+		return needsNothing
+	case len(t.touch) > 0 && t.touch.Match(r.Method, r.URL.Path):
+		return needsTouch
+	case len(t.bypass) > 0 && t.bypass.Match(r.Method, r.URL.Path):
+		return needsNothing
+	case len(t.gpuOnly) > 0 && !t.gpuOnly.Match(r.Method, r.URL.Path):
+		return needsNothing
+	default:
+		return needsGPU
+	}
+}
+
+// request is what the broker is asked for.
+func (j *job) request(r *http.Request) broker.Request {
+	h, t := j.handler, j.target
+	req := broker.Request{Consumer: t.name, Priority: t.priority, Budget: time.Duration(h.Budget), KeepAlive: time.Duration(h.KeepAlive),
+		PinPrimary: h.PinPrimary, Submitted: j.submitted, Client: h.client(r, j.repl)}
+	if j.submitted.IsZero() { // once it was admitted, its consumer is fixed
+		req.Candidates = t.candidates
+	}
+	if h.priorityText != "" {
+		if n, err := strconv.Atoi(strings.TrimSpace(j.repl.ReplaceAll(h.priorityText, ""))); err == nil {
+			req.Priority = h.PriorityRange.Clamp(n)
+		}
+	}
+	if f := j.facts; f != nil {
+		if f.HasPriority {
+			req.Priority = h.PriorityRange.Clamp(f.Priority)
+		}
+		if f.Client != "" {
+			req.Client = f.Client
+		}
+		if f.KeepAlive > 0 {
+			req.KeepAlive = f.KeepAlive
+		}
+		req.StayWarm, req.Cooldown = f.StayWarm, f.Cooldown
+	}
+	return req
+}
+
+// client is who asks, by the route's word or by the address that Caddy takes for the client's.
+func (h *Handler) client(r *http.Request, repl *caddy.Replacer) string {
+	if h.ClientID == "" {
+		address, _ := caddyhttp.GetVar(r.Context(), caddyhttp.ClientIPVarKey).(string)
+		return address
+	}
+	text := repl.ReplaceAll(h.ClientID, "")
+	return strings.ToValidUTF8(text[:min(len(text), routing.MaxClient)], "")
+}
+
+// servedBy notes which consumer a request of several came to.
+func (j *job) servedBy(consumer string) {
+	if consumer == j.target.name {
+		return
+	}
+	if t := j.handler.targets[consumer]; t != nil {
+		j.target = t
+		j.repl.Set("http.gpu_broker.consumer", t.name)
+		j.repl.Set("http.gpu_broker.upstream", t.upstream)
+	}
+}
+
+// placeholders are those of a handler before anything else is known; what is
+// set for a request wins over them.
+func placeholders(consumer, upstream string) caddy.ReplacerFunc {
+	values := map[string]any{
+		"http.gpu_broker.consumer": consumer,
+		"http.gpu_broker.upstream": upstream,
+		"http.gpu_broker.wait_ms":  "0",
+		"http.gpu_broker.reason":   "",
+	}
+	return func(key string) (any, bool) {
+		value, ok := values[key]
+		return value, ok
+	}
+}
