@@ -112,11 +112,13 @@ func (w *world) submit() {
 		e.Slot = "nobody"
 	}
 	e.IfFree = w.hazard(w.shape.strange, 10)
-	j := &simJob{server: sv, lasts: w.between(0, 4*time.Second)}
+	w.askFor(&e)
+	j := &simJob{server: sv, lasts: w.between(0, 4*time.Second), asked: e, bulk: e.Priority >= w.s.cfg.ReservedBelow}
 	if w.chance(4) {
 		j.lasts = w.between(10*time.Second, 80*time.Second)
 	}
 	w.check.coming = j
+	w.check.rules.foretell(w, e)
 	w.step(e)
 }
 
@@ -261,6 +263,9 @@ func (w *world) act() {
 	sv := w.servers[w.rand.IntN(len(w.servers))]
 	g := w.gpus[w.rand.IntN(len(w.gpus))]
 	on := w.shape
+	if w.chance(8) {
+		w.byHand(sv, g)
+	}
 	switch p := w.rand.IntN(100); {
 	case p < 60:
 		for n := 1 + w.rand.IntN(2)*w.rand.IntN(4); n > 0; n-- {

@@ -73,9 +73,9 @@ func (c *idleCheck) unload(k *checker, v *slot) {
 		return
 	}
 	c.unloaded++
-	end := c.since[v].Add(max(v.cfg.IdleTimeout, v.cfg.KeepAlive))
+	end := k.rules.idleEnd(v, c.since[v])
 	switch {
-	case cfg.IdleUnload != IdleOn || v.cfg.IdleTimeout == 0 || v.cfg.Pin || v.cfg.VRAMManaged && !v.cfg.OwnIdle:
+	case cfg.IdleUnload != IdleOn || v.cfg.IdleTimeout == 0 || k.rules.pinned(v) || v.cfg.VRAMManaged && !v.cfg.OwnIdle:
 		w.fail("%s is unloaded because it is idle, and is to stay: %+v", v.cfg.Name, v.cfg)
 	case w.now.Before(end):
 		w.fail("%s is unloaded %s before it has been idle for long enough", v.cfg.Name, end.Sub(w.now))
@@ -124,7 +124,7 @@ func (c *idleCheck) remembered(k *checker, sl *slot) {
 	if slices.ContainsFunc(sl.on, func(h *holding) bool { return w.s.transition(h.card) != nil || w.s.warmer(h.card) != nil }) {
 		return // whose end is soon enough
 	}
-	end := sl.idleAt.Add(max(sl.cfg.IdleTimeout, sl.cfg.KeepAlive))
+	end := k.rules.idleEnd(sl, sl.idleAt)
 	if !end.After(w.now) {
 		if end = sl.retryAt; !end.After(w.now) {
 			return
@@ -138,7 +138,7 @@ func (c *idleCheck) remembered(k *checker, sl *slot) {
 // mayGo says whether the slot is one that goes once it has been idle for long enough.
 func (c *idleCheck) mayGo(w *world, sl *slot) bool {
 	cfg := sl.cfg
-	return w.s.cfg.Mode == Evicting && w.s.cfg.IdleUnload == IdleOn && cfg.IdleTimeout > 0 && !cfg.Pin && cfg.CanUnload && (!cfg.VRAMManaged || cfg.OwnIdle) &&
+	return w.s.cfg.Mode == Evicting && w.s.cfg.IdleUnload == IdleOn && cfg.IdleTimeout > 0 && !w.check.rules.pinned(sl) && cfg.CanUnload && (!cfg.VRAMManaged || cfg.OwnIdle) &&
 		sl.state == Ready && sl.active+sl.held+sl.queue.count == 0 && sl.health == healthGood
 }
 

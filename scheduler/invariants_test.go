@@ -62,6 +62,7 @@ type checker struct {
 	history []record
 
 	idle  idleCheck
+	rules rulesCheck
 	wakes time.Time // when the state wants to be woken
 	mode  Mode      // before the step
 	crowd []*slot   // who computed at once on a GPU because a configuration allowed it that does not rule any more
@@ -102,6 +103,7 @@ func (c *checker) before(e Event) {
 	}
 	c.event, c.mode = e, c.w.s.cfg.Mode
 	c.idle.before(c.w)
+	c.rules.before(c.w, e)
 }
 
 func (c *checker) after(e Event, effects []Effect, wake time.Time) {
@@ -117,6 +119,7 @@ func (c *checker) after(e Event, effects []Effect, wake time.Time) {
 	c.wakes = wake
 	c.jobs(e, effects)
 	c.wake(e, wake)
+	c.rules.after(c, e, effects) // before the next, which needs its books
 	c.idle.after(c, e, effects)
 	for _, sl := range w.s.slots {
 		c.edge(sl, effects)
@@ -198,7 +201,7 @@ func (c *checker) jobs(e Event, effects []Effect) {
 		if sl.state != Ready {
 			w.fail("job %d was admitted to %s, which is %s", f.Job, f.Slot, sl.state)
 		}
-		if !sl.cfg.Async && sl.active > sl.cfg.Concurrency && w.s.cfg.Mode != Passthrough {
+		if !sl.cfg.Async && !sl.cfg.Cloud && sl.active > sl.cfg.Concurrency && w.s.cfg.Mode != Passthrough {
 			w.fail("%s runs %d jobs, its concurrency is %d", f.Slot, sl.active, sl.cfg.Concurrency)
 		}
 	}
@@ -371,9 +374,9 @@ func (c *checker) unload(f Effect) {
 		return
 	}
 	switch {
-	case v == t || v.cfg.Pin || v.cfg.NoEvict || v.cfg.VRAMManaged || slices.Contains(t.cfg.Coexist, v.cfg.Name):
+	case v == t || c.rules.pinned(v) || v.cfg.NoEvict || v.cfg.VRAMManaged || slices.Contains(t.cfg.Coexist, v.cfg.Name):
 		w.fail("%s is unloaded for %s, and is protected from that", f.Slot, t.cfg.Name)
-	case t.state != Idle && t.state != Unknown || t.queue.count == 0:
+	case t.state != Idle && t.state != Unknown || t.queue.count == 0 && !v.gate.restores:
 		w.fail("%s is unloaded for %s, which is %s and has %d waiting", f.Slot, t.cfg.Name, t.state, t.queue.count)
 	case v.stop.from == Idle:
 		w.fail("%s is unloaded for %s, and was not loaded", f.Slot, t.cfg.Name)
@@ -397,7 +400,7 @@ func (c *checker) closed(v *slot) {
 		return
 	}
 	for _, o := range c.w.s.slots {
-		if o != t && !o.cfg.Pin && !o.cfg.NoEvict && !o.cfg.VRAMManaged && o.cfg.CanUnload && !slices.Contains(t.cfg.Coexist, o.cfg.Name) {
+		if o != t && !c.rules.pinned(o) && !o.cfg.NoEvict && !o.cfg.VRAMManaged && o.cfg.CanUnload && !slices.Contains(t.cfg.Coexist, o.cfg.Name) {
 			m.unload(o)
 		}
 	}
@@ -487,7 +490,7 @@ func (c *checker) lock() {
 	for _, g := range s.gpus {
 		var who []*slot
 		for _, sl := range s.slots {
-			if sl.busy() && !sl.cfg.LockNone && (s.cfg.LockGlobal || sl.hold(g.Index) != nil) {
+			if sl.busy() && !sl.cfg.LockNone && !sl.cfg.Cloud && (s.cfg.LockGlobal || sl.hold(g.Index) != nil) {
 				who = append(who, sl)
 			}
 		}

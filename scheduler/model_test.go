@@ -3,6 +3,7 @@ package scheduler
 import (
 	"fmt"
 	"maps"
+	"slices"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 )
@@ -17,7 +18,8 @@ type model struct {
 	held    gpu.Bytes
 	booked  map[string]gpu.Bytes // of the others
 	seen    map[string]gpu.Bytes
-	targets gpu.Bytes // seen of the target: its residue
+	targets gpu.Bytes       // seen of the target: its residue
+	foes    map[string]bool // those who are there and conflict with the target
 }
 
 // model is the account of the target's GPU, with v as it was before its unload began.
@@ -57,9 +59,12 @@ func (c *checker) model(t, v *slot) *model {
 }
 
 func (w *world) newModel(g *card, t *slot) *model {
-	m := &model{w: w, total: g.Total, free: g.Free, known: g.Known, booked: map[string]gpu.Bytes{}, seen: map[string]gpu.Bytes{}}
+	m := &model{w: w, total: g.Total, free: g.Free, known: g.Known, booked: map[string]gpu.Bytes{}, seen: map[string]gpu.Bytes{}, foes: map[string]bool{}}
 	var unknown []string
 	for _, sl := range w.s.slots {
+		if sl != t && sl.state != Idle && (slices.Contains(t.cfg.Conflicts, sl.cfg.Name) || slices.Contains(sl.cfg.Conflicts, t.cfg.Name)) {
+			m.foes[sl.cfg.Name] = true
+		}
 		h := sl.hold(g.Index)
 		if h == nil {
 			continue
@@ -106,6 +111,7 @@ func sum(of map[string]gpu.Bytes) (n gpu.Bytes) {
 
 // unload takes a slot away in thought: what it left behind before stays.
 func (m *model) unload(sl *slot) {
+	delete(m.foes, sl.cfg.Name)
 	b, on := m.booked[sl.cfg.Name]
 	state := sl.state
 	if state == Stopping {
@@ -146,7 +152,7 @@ func (m *model) available() gpu.Bytes {
 	return min(m.free-growth, m.total-outsiders-sum(m.booked)-m.targets) - reserve
 }
 
-func (m *model) fits() bool { return m.need <= m.available() }
+func (m *model) fits() bool { return len(m.foes) == 0 && m.need <= m.available() }
 
 func (m *model) String() string {
 	return fmt.Sprintf("need %s (held %s), available %s of free %s, booked %v, seen %v", m.need, m.held, m.available(), m.free, m.booked, m.seen)

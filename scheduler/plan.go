@@ -251,7 +251,7 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 		s.exhausted(now, t, "unloads did not bring the memory back")
 		return true
 	}
-	if plan := s.choose(t, func(v *slot) bool { return s.permittedNow(now, t, v) }); plan != nil && s.cfg.ObserveEvictions {
+	if plan := s.choose(t, s.permitsNow(now, t)); plan != nil && s.cfg.ObserveEvictions {
 		s.wouldEvict(now, t, plan)
 	} else if plan != nil {
 		if t.want.planned == 0 {
@@ -266,7 +266,7 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 // abandonedFor says whether the load of o is to be broken off for t: nobody
 // waits for it any more, and t needs its room.
 func (s *State) abandonedFor(now time.Time, t, o *slot) bool {
-	may := func(v *slot) bool { return s.permittedNow(now, t, v) }
+	may := s.permitsNow(now, t)
 	return !s.cfg.ObserveEvictions && may(o) && !s.fits(t) && slices.Contains(s.choose(t, may), o)
 }
 
@@ -387,16 +387,27 @@ func (s *State) lower(t, v *slot) bool {
 // used says whether a job of the slot was ever admitted.
 func (sl *slot) used() bool { return !sl.lastUse.IsZero() || sl.busy() }
 
-// patience is how old t must be, and how old it is, before it may take what v
-// holds, or would hold next. A job that is more urgent than v's next, or than v's last if
-// none waits, needs a tenth of the bound, and of its own age alone (the priority clause).
-func (s *State) patience(now time.Time, t, v *slot) (since time.Time, wants time.Duration, urgent bool) {
-	first, b := t.queue.first(), s.bound(t)
+// claimant is a cold target with what it goes by against others.
+type claimant struct {
+	*slot
+	first *job
+	age   time.Time     // when it began
+	bound time.Duration // B of the policy
+}
+
+func (s *State) claimant(t *slot) claimant {
+	return claimant{slot: t, first: t.queue.first(), age: t.ageStart(), bound: s.bound(t)}
+}
+
+// against is from when the target's age counts, and how long it must be, before
+// it may take what v holds, or would hold next. A target that is more urgent than v's next job, or than v's
+// last if none waits, needs a tenth of the bound, and of its own age alone (the priority clause).
+func (t claimant) against(v *slot) (since time.Time, wants time.Duration, urgent bool) {
 	next := v.queue.first()
-	if next != nil && next.priority > first.priority || next == nil && v.used() && v.lastPrio > first.priority {
-		return first.submitted, b / 10, true
+	if next != nil && next.priority > t.first.priority || next == nil && v.used() && v.lastPrio > t.first.priority {
+		return t.first.submitted, t.bound / 10, true
 	}
-	return t.ageStart(), b, false
+	return t.age, t.bound, false
 }
 
 // overdue says whether a cold target has waited for as long as warm jobs may overtake it.
@@ -410,12 +421,17 @@ func (s *State) keptUntil(v *slot) time.Time {
 	return later(later(v.idleAt, v.leftAt).Add(keep), v.keep)
 }
 
-// permittedNow adds rules 2, 3 and 4 of the policy: may v go at this moment?
-func (s *State) permittedNow(now time.Time, t, v *slot) bool {
-	if !s.candidate(t, v) || v.gate.closed || v.state == Stopping || !s.due(now, v.retryAt) {
+// permitsNow adds rules 2, 3 and 4 of the policy: which slots may go for t at this moment?
+func (s *State) permitsNow(now time.Time, t *slot) func(v *slot) bool {
+	c := s.claimant(t)
+	return func(v *slot) bool { return s.permittedNow(now, c, v) }
+}
+
+func (s *State) permittedNow(now time.Time, t claimant, v *slot) bool {
+	if !s.candidate(t.slot, v) || v.gate.closed || v.state == Stopping || !s.due(now, v.retryAt) {
 		return false
 	}
-	since, wants, urgent := s.patience(now, t, v)
+	since, wants, urgent := t.against(v)
 	old := s.due(now, since.Add(wants))
 	switch {
 	case v.state == Unknown: // one that waits itself goes too if t is before it: else the two would wait for each other
@@ -426,7 +442,7 @@ func (s *State) permittedNow(now time.Time, t, v *slot) bool {
 		return old || s.due(now, s.keptUntil(v))
 	}
 	// Rule 3: by the age of its next job, relative to the target's.
-	if next, waits := v.queue.oldest(t.queue.first().priority); waits && next.Before(since.Add(wants)) || !waits && !old {
+	if next, waits := v.queue.oldest(t.first.priority); waits && next.Before(since.Add(wants)) || !waits && !old {
 		return false
 	}
 	// Rule 4: no thrash.
@@ -519,8 +535,8 @@ func (s *State) wait(now time.Time, t *slot) (progress bool) {
 	case len(could) > 0 && (t.want.extra || s.fitsAfter(t, could...)):
 		t.want.blocked = time.Time{}
 		t.why = waitsForTurn
-		if s.overdue(now, t) || slices.ContainsFunc(could, func(v *slot) bool {
-			since, wants, urgent := s.patience(now, t, v)
+		if c := s.claimant(t); s.due(now, c.age.Add(c.bound)) || slices.ContainsFunc(could, func(v *slot) bool {
+			since, wants, urgent := c.against(v)
 			return urgent && now.Sub(since) >= wants
 		}) {
 			s.reserve(t)

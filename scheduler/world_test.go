@@ -56,6 +56,8 @@ type shape struct {
 	cancels, deadlines, manual, reload, stale, strange bool
 	smallQueue, priorities, eager                      bool
 	idle, observe, drains, modes, reshape, recall      bool
+	clients, reserved, conflicts, lends, pins, keeps   bool
+	restores, credit, lower, clouds                    bool
 	honest                                             bool // running out of memory is a fault
 }
 
@@ -75,6 +77,8 @@ func drawShape(t *rapid.T) shape {
 		smallQueue: flag("small queue") && flag("really small queue"), priorities: flag("priorities"), eager: flag("eager clients"),
 		idle: flag("idle timeouts"), observe: flag("observe") && flag("really observe"), drains: flag("drains") && flag("really drains"),
 		modes: flag("modes") && flag("really modes"), reshape: flag("reshaped slots"), recall: flag("recall"),
+		clients: flag("clients"), reserved: flag("reserved places"), conflicts: flag("conflicts"), lends: flag("lent GPUs"), pins: flag("pins by hand"), keeps: flag("keep-alive of jobs"),
+		restores: flag("restores"), credit: flag("credit"), lower: flag("victim_priority") && flag("really victim_priority"), clouds: flag("clouds") && flag("really clouds"),
 	}
 }
 
@@ -107,6 +111,8 @@ type simJob struct {
 	state  simJobState
 	lasts  time.Duration
 	works  bool // its server works on it, whatever became of its client
+	asked  Submit
+	bulk   bool // reserved places were not for it when it came
 }
 
 type simJobState uint8
@@ -185,6 +191,9 @@ func newWorld(t *rapid.T, sh shape) *world {
 			if i != k && w.chance(10) {
 				sv.cfg.Coexist = append(sv.cfg.Coexist, o.cfg.Name)
 			}
+			if sh.conflicts && i != k && w.chance(12) {
+				sv.cfg.Conflicts = append(sv.cfg.Conflicts, o.cfg.Name)
+			}
 		}
 	}
 	w.cfg = w.newConfig()
@@ -214,6 +223,7 @@ func (w *world) newConfig() Config {
 	if w.chance(20) {
 		cfg.Reserve = 1024 * mib
 	}
+	w.queueRules(&cfg)
 	for _, sv := range w.servers {
 		if !sv.removed {
 			cfg.Slots = append(cfg.Slots, sv.cfg)
@@ -247,6 +257,12 @@ func (w *world) newServer(name string) *simServer {
 	}
 	if w.chance(30) {
 		c.Budget = w.between(5*time.Second, time.Minute)
+	}
+	if w.shape.reserved && w.chance(40) {
+		c.Reserved = w.rand.IntN(c.Concurrency)
+	}
+	if w.shape.clouds && w.chance(20) {
+		c = SlotConfig{Name: name, Cloud: true, Concurrency: 1}
 	}
 	sv.cfg = c
 	sv.takes = c.Claim

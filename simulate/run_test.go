@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"pgregory.net/rapid"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
@@ -304,4 +305,62 @@ func TestPoliciesAreShownSideBySide(t *testing.T) {
 	assert.Regexp(t, `(?m)^all: 4 requests\n  served( +100\.0 %){3}$`, text)
 	assert.Contains(t, text, "\nb: 2 requests\n")
 	assert.Contains(t, text, "\npriority -5: 1 requests\n")
+}
+
+func TestSchedulersThatLoadNothingAreSimulated(t *testing.T) {
+	for _, p := range Policies {
+		w := card16(9, 9)
+		w.Settings.Mode = scheduler.Locked
+		r := simulated(t, w, Options{Policy: p}, at(0, "a"), at(0, "b"))
+		assert.Zero(t, r.Loads, "%s", p)
+		assert.InDelta(t, 5, r.All.Wait.Max, 1e-9, "%s: one after the other", p)
+		w.Settings.Mode = scheduler.Passthrough
+		r = simulated(t, w, Options{Policy: p}, at(0, "a"), at(0, "b"))
+		assert.Zero(t, r.All.Wait.Max, "%s", p)
+	}
+}
+
+// Whatever the servers are, a trace comes to an end, and whoever waits long enough is served.
+func TestEverybodyIsServedInRandomWorlds(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		w := card16()
+		w.GPUs = make([]gpu.Bytes, rapid.IntRange(1, 2).Draw(t, "GPUs"))
+		for i := range w.GPUs {
+			w.GPUs[i] = 16 * gpu.GiB
+		}
+		if rapid.Bool().Draw(t, "cushion") {
+			w.Settings.Cushion = nil
+		}
+		n := rapid.IntRange(1, 5).Draw(t, "servers")
+		for i := range n {
+			c := Consumer{Load: Constant(time.Duration(rapid.IntRange(0, 40).Draw(t, "load")) * time.Second),
+				Unload: Constant(time.Duration(rapid.IntRange(0, 5).Draw(t, "unload")) * time.Second)}
+			c.Slot = scheduler.SlotConfig{Name: string(rune('a' + i)), GPUs: []int{i % len(w.GPUs)}, Claim: gpu.Bytes(rapid.IntRange(1, 15).Draw(t, "size")) * gpu.GiB,
+				Concurrency: rapid.IntRange(1, 3).Draw(t, "concurrency"), CanUnload: true, CanLoad: rapid.Bool().Draw(t, "can load"),
+				LockNone: rapid.Bool().Draw(t, "lock none") && rapid.Bool().Draw(t, "really lock none"), KeepAlive: time.Duration(rapid.IntRange(0, 20).Draw(t, "keep-alive")) * time.Second}
+			if rapid.Bool().Draw(t, "idles") {
+				w.Settings.IdleUnload, c.Slot.IdleTimeout = scheduler.IdleOn, time.Duration(rapid.IntRange(1, 60).Draw(t, "idle"))*time.Second
+			}
+			if i > 0 && rapid.IntRange(0, 4).Draw(t, "conflicts") == 0 {
+				c.Slot.Conflicts = []string{"a"}
+			}
+			w.Consumers = append(w.Consumers, c)
+		}
+		var requests []Request
+		for range rapid.IntRange(1, 60).Draw(t, "requests") {
+			q := at(rapid.IntRange(0, 600).Draw(t, "at"), w.Consumers[rapid.IntRange(0, n-1).Draw(t, "server")].Slot.Name)
+			q.Service = time.Duration(rapid.IntRange(0, 30).Draw(t, "service")) * time.Second
+			q.Priority = rapid.IntRange(0, 2).Draw(t, "priority")
+			requests = append(requests, q)
+		}
+		for _, p := range Policies {
+			r, err := Run(context.Background(), w, requests, Options{Policy: p})
+			if err != nil {
+				t.Fatal(p, err)
+			}
+			if r.All.Served != len(requests) || r.Unfinished != 0 {
+				t.Fatalf("%s: %d of %d served", p, r.All.Served, len(requests))
+			}
+		}
+	})
 }
