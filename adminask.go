@@ -1,6 +1,7 @@
 package gpubroker
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -92,7 +93,7 @@ func getConfig(w http.ResponseWriter, _ *http.Request, b *broker.Broker) error {
 
 // putConfig sets it. It takes exactly what there is to set.
 func putConfig(w http.ResponseWriter, r *http.Request, b *broker.Broker) error {
-	yes, err := readConfig(http.MaxBytesReader(w, r.Body, maxConfig))
+	yes, err := readConfig(r.Body)
 	if err != nil {
 		return bad(`%w: send {"allowCloudFallback": true} or {"allowCloudFallback": false}`, err)
 	}
@@ -106,7 +107,15 @@ func putConfig(w http.ResponseWriter, r *http.Request, b *broker.Broker) error {
 // readConfig is strict, by the letter: Go's own decoder would take a field in any case, and null for false.
 func readConfig(body io.Reader) (allowCloud bool, err error) {
 	const field = "allowCloudFallback"
-	d := json.NewDecoder(body)
+	data, err := io.ReadAll(io.LimitReader(body, maxConfig+1))
+	switch {
+	case err != nil:
+		return false, fmt.Errorf("the body could not be read: %w", err)
+	case len(data) > maxConfig:
+		_, _ = io.CopyN(io.Discard, body, 4*maxConfig) // else its sender would find the connection closed, and no answer
+		return false, fmt.Errorf("the body is too large: at most %d bytes are taken", maxConfig)
+	}
+	d := json.NewDecoder(bytes.NewReader(data))
 	token := func() json.Token {
 		var t json.Token
 		if err == nil {

@@ -242,7 +242,11 @@ func (c *checker) wake(e Event, wake time.Time) {
 	if _, woken := e.(Wake); woken && !wake.IsZero() && !wake.After(now) {
 		c.w.fail("after a wake at %s the next is due at %s", now, wake)
 	}
-	if c.w.s.waiting > 0 && (wake.IsZero() || wake.After(now.Add(5*time.Second))) {
+	latest := now.Add(5 * time.Second)
+	if end := c.rules.restsUntil(c.w); !end.IsZero() { // all who wait rest: nothing else can change their answer
+		latest = later(latest, end)
+	}
+	if c.w.s.waiting > 0 && (wake.IsZero() || wake.After(latest)) {
 		c.w.fail("jobs wait, and the next wake is at %s", wake)
 	}
 }

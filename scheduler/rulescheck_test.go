@@ -195,6 +195,21 @@ func (c *rulesCheck) admitted(k *checker, j *simJob, sl *slot) {
 	}
 }
 
+// restsUntil is when the first client has rested, if all who wait do so for that.
+func (c *rulesCheck) restsUntil(w *world) (end time.Time) {
+	for _, sl := range w.s.slots {
+		if sl.queue.count > 0 {
+			return time.Time{}
+		}
+	}
+	for _, j := range w.jobs {
+		if j.state == simWaiting {
+			end = earlier(end, c.rests[j.asked.Client])
+		}
+	}
+	return end
+}
+
 func (c *rulesCheck) isLent(w *world, sl *slot) bool {
 	return slices.ContainsFunc(sl.on, func(h *holding) bool { return w.s.card(h.card) != nil && w.now.Before(c.lent[h.card]) })
 }
