@@ -27,8 +27,8 @@ func (c *checker) story() string {
 		fmt.Fprintf(&b, "%8.3f %s → %s\n", r.at.Sub(start).Seconds(), event, tell(r.effects))
 	}
 	for _, sl := range c.w.s.slots {
-		fmt.Fprintf(&b, "%s: %s was %s active %d held %d waiting %d (%s) gate %t for %q epoch %d health %d warming %t gone %t order %d\n", sl.cfg.Name, sl.state, c.was[sl].state, sl.active, sl.held, sl.queue.count, sl.why,
-			sl.gate.closed, name(sl.gate.target), sl.epoch, sl.health, sl.warming, sl.gone, sl.order)
+		fmt.Fprintf(&b, "%s: %s was %s active %d held %d waiting %d (%s) gate %t for %q epoch %d health %d warming %t gone %t lent %t wants the lock %t order %d\n", sl.cfg.Name, sl.state, c.was[sl].state, sl.active, sl.held, sl.queue.count, sl.why,
+			sl.gate.closed, name(sl.gate.target), sl.epoch, sl.health, sl.warming, sl.gone, sl.lent, sl.want.lock, sl.order)
 		for _, h := range sl.on {
 			fmt.Fprintf(&b, "    %+v\n", *h)
 		}
