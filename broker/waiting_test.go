@@ -8,7 +8,6 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
@@ -82,47 +81,34 @@ func TestClientsOfTheStatusAreCountedOncePerRequest(t *testing.T) {
 
 func TestWorkThatOutlivesItsAnswerIsSharedOutWhenAllOfItIsOver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		a := server("a", 4*gpu.GiB)
-		a.Concurrency = 2
-		w := newWorld(t, func(c *config.Broker) {
-			for _, c := range c.Consumers {
-				c.Async = true
-			}
-		}, a)
-		s := w.servers["a"]
-		s.mu.Lock()
-		s.traits.Busy, s.busy = true, true
-		s.mu.Unlock()
-		require.NoError(t, w.Push(w.generation(t, nil, func() *config.Consumer { c := server("a", 4*gpu.GiB); c.Async, c.Concurrency = true, 2; return c }())))
-		w.Pop(w.gen)
+		w := newWorld(t, nil)
 		defer w.Close()
-		var served []time.Duration
-		done := func(service time.Duration) { served = append(served, service) }
+		s := newServer(w.gpu, 4*gpu.GiB)
+		s.traits.Busy, s.busy = true, true
+		w.servers["a"] = s
+		c := server("a", 4*gpu.GiB)
+		c.Async = true
+		require.NoError(t, w.Push(w.generation(t, nil, c)))
+		w.Pop(w.gen)
+		served := make(chan time.Duration, 3)
 		accept := func() {
 			l, err := w.Acquire(context.Background(), Request{Consumer: "a"})
 			require.NoError(t, err)
-			require.True(t, w.WhenDone("a", l.Began, done))
+			require.True(t, w.WhenDone("a", l.Began, func(service time.Duration) { served <- service }))
 			l.Release(scheduler.Accepted)
 		}
 		accept()
 		pass(4 * time.Second)
 		accept()
 		pass(4 * time.Second)
-		synctest.Wait()
-		w.mu.Lock()
 		require.Empty(t, served, "it still works")
-		w.mu.Unlock()
 		s.mu.Lock()
 		s.busy = false
 		s.mu.Unlock()
-		pass(time.Second)
-		synctest.Wait()
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		require.Len(t, served, 2)
-		for _, d := range served {
-			require.InDelta(t, 4*time.Second, d, float64(300*time.Millisecond))
+		for range 2 {
+			require.InDelta(t, 4*time.Second, <-served, float64(300*time.Millisecond))
 		}
-		require.Empty(t, w.outliving)
+		pass(time.Minute)
+		require.Empty(t, served, "each is told once")
 	})
 }

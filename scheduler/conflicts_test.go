@@ -212,3 +212,17 @@ func TestVictimPriorityAnySparesNobodyForItsPriority(t *testing.T) {
 	f.ask("t", 1000)
 	f.requireUnloads("v")
 }
+
+func TestAConflictWithARemovedSlotHoldsUntilItIsGone(t *testing.T) {
+	f := given(t, 16384, server("v", 2000, conflictsWith("t")), server("t", 2000))
+	f.warm("v", 2000)
+	v := f.submit("v")
+	f.reconfigure(func(c *Config) { c.Slots = c.Slots[1:] })
+	h := f.submit("t")
+	f.advance(time.Minute)
+	f.requireLoads("v")
+	f.release(v)
+	f.evicted("v", 2000)
+	f.loaded("t")
+	f.requireRunning(h)
+}

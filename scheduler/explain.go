@@ -93,7 +93,7 @@ func (s *State) runsNow(sl *slot, j *job) bool {
 	}
 	var earlier []*slot
 	for _, o := range s.slots {
-		if o != sl && o.queue.count > 0 && s.open(o, o.queue.head()) && order(o.queue.first(), sl.queue.first()) < 0 {
+		if o != sl && o.queue.count > 0 && (s.open(o, o.queue.head()) || o.want.lock) && order(o.queue.first(), sl.queue.first()) < 0 {
 			earlier = append(earlier, o)
 		}
 	}
@@ -120,7 +120,7 @@ func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 		return
 	}
 	for _, h := range t.on {
-		if r := s.card(h.card).reserved; r != nil && r != t && r.cold() && r.queue.count > 0 { // as of the last planning
+		if r := s.card(h.card).reserved; r != nil && r != t && r.cold() && r.queue.count > 0 && r.ranked().compare(t.ranked()) < 0 { // as of the last planning
 			out.Reason = fmt.Sprintf("%s, which is overdue, takes memory before it", r.cfg.Name)
 			return
 		}

@@ -203,6 +203,7 @@ func (w *world) reload() {
 		sv.cfg.Pin = !sv.cfg.Pin && w.chance(50)
 	case 3:
 		sv.cfg.Concurrency = 1 + w.rand.IntN(3)
+		sv.cfg.Reserved = min(sv.cfg.Reserved, sv.cfg.Concurrency-1) // as a configuration has to
 	case 4:
 		sv.cfg.Coexist = nil
 		if o := w.servers[w.rand.IntN(len(w.servers))]; o != sv {

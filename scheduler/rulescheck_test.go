@@ -46,7 +46,7 @@ func (c *rulesCheck) before(w *world, e Event) {
 	case Cancel:
 		c.leaves(w, e.Job)
 	case Release:
-		if e.Job == w.check.leaving {
+		if j := w.s.jobs.get(e.Job); j != nil && j.state == jobRunning {
 			c.ends(w, w.jobs[e.Job])
 		}
 	}
@@ -354,6 +354,9 @@ func (c *rulesCheck) told(k *checker, effects []Effect) {
 		return
 	}
 	w := k.w
+	if sl := w.s.named[x.Slot]; w.s.cfg.VictimLower && k.was[sl].gate.closed { // the request itself may be what keeps it from going
+		return
+	}
 	has := func(f func(f Effect) bool) bool { return slices.ContainsFunc(effects, f) }
 	j := effects[0].Job
 	runs := has(func(f Effect) bool { return f.Kind == Admit && f.Job == j && f.Job != 0 })

@@ -252,6 +252,7 @@ func (r *run) happen(h happening) {
 		s := r.servers[h.who]
 		r.move(s, -1)
 		r.give(s)
+		r.step(r.sample(false)) // else one of this very time, but from before, would be taken for a look at what has come back
 		r.step(scheduler.UnloadDone{Slot: s.Slot.Name, Epoch: h.epoch, Confirmed: true})
 	}
 }
