@@ -94,8 +94,6 @@ func stream(w http.ResponseWriter, status int, contentType, body string) {
 func TestAnswerBeforeTheFirstHeartbeatIsPassedOnWhole(t *testing.T) {
 	beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
 		time.Sleep(999 * time.Millisecond)
-		h.Header().Set("Link", "early")
-		h.WriteHeader(http.StatusEarlyHints)
 		stream(h, http.StatusTeapot, "text/plain", "hello")
 		h.Header().Set("X-Trailer", "late")
 		time.Sleep(time.Minute)

@@ -12,7 +12,6 @@ import (
 func (s *State) configure(now time.Time, cfg Config) {
 	anew := s.cfg.Mode != cfg.Mode
 	s.cfg = cfg
-	s.conflicts = slices.ContainsFunc(cfg.Slots, func(c SlotConfig) bool { return len(c.Conflicts) > 0 })
 	for _, sl := range s.slots {
 		if !slices.ContainsFunc(cfg.Slots, func(c SlotConfig) bool { return c.Name == sl.cfg.Name }) {
 			if anew { // who waits there is served by the new kind of scheduler
@@ -37,6 +36,7 @@ func (s *State) configure(now time.Time, cfg Config) {
 		}
 	}
 	s.slots = slots
+	s.conflicts = slices.ContainsFunc(slots, func(sl *slot) bool { return len(sl.cfg.Conflicts) > 0 })
 	s.forget() // not before: what is remembered of slots that are there has come back to them
 	s.reindex()
 	s.relock()

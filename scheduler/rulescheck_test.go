@@ -340,7 +340,7 @@ func (c *rulesCheck) closed(k *checker, v *slot) {
 // foretell asks what would happen. The twin is not asked: that asking changes nothing is checked with every step.
 func (c *rulesCheck) foretell(w *world, e Submit) {
 	c.expected = nil
-	if w.shape.strange || e.Client != "" || w.s.cfg.Mode != Evicting || !w.chance(30) {
+	if w.shape.strange || w.shape.clients || w.s.cfg.Mode != Evicting || !w.chance(30) {
 		return
 	}
 	x := w.s.Explain(w.now, e.Slot, e.Priority)
