@@ -135,7 +135,7 @@ func (b *Broker) Retire(ctx context.Context) {
 	b.mu.Lock()
 	unused := len(b.gens) == 0 && !b.closed && b.current.Load() != nil
 	if unused {
-		cfg := schedulerConfig(b.current.Load().Config)
+		cfg := SchedulerConfig(b.current.Load().Config)
 		now := time.Now()
 		effects, wake := b.state.Step(now, scheduler.Configure{Config: cfg})
 		b.act(now, effects, wake)
@@ -202,7 +202,7 @@ func (b *Broker) rule(g *Generation) {
 	opened := g.opened
 	g.opened = nil
 	defer close(g.ruled)
-	sc := schedulerConfig(g.Config)
+	sc := SchedulerConfig(g.Config)
 	for _, cc := range g.Config.Consumers {
 		c := b.consumers[cc.Name]
 		if c == nil {
@@ -218,7 +218,7 @@ func (b *Broker) rule(g *Generation) {
 		c.cfg, c.upstream, c.async, c.budget = cc, cc.Upstream, cc.Async, time.Duration(cc.Budget)
 		c.probeTimeout, c.interval = time.Duration(g.Config.ProbeTimeout), time.Duration(g.Config.ProbeInterval)
 		c.loadTimeout, c.unloadTimeout = time.Duration(cc.LoadTimeout), time.Duration(cc.UnloadTimeout)
-		sc.Slots = append(sc.Slots, slotConfig(cc, c.traits))
+		sc.Slots = append(sc.Slots, SlotConfig(cc, c.traits))
 	}
 	now := time.Now()
 	effects, wake := b.state.Step(now, scheduler.Configure{Config: sc})
@@ -228,40 +228,4 @@ func (b *Broker) rule(g *Generation) {
 	}
 	b.startSampler(g)
 	b.keepLearnt(g)
-}
-
-func schedulerConfig(c *config.Broker) scheduler.Config {
-	sc := scheduler.Config{
-		Mode:       map[string]scheduler.Mode{config.Locked: scheduler.Locked, config.Passthrough: scheduler.Passthrough}[c.Scheduler],
-		LockGlobal: c.Lock == config.LockGlobal, Cushion: c.Cushion, Reserve: c.Reserve, MaxQueue: c.MaxQueue, MaxEvictions: c.MaxEvictions,
-		EvictWait: time.Duration(c.EvictWait), DrainTimeout: time.Duration(c.DrainTimeout),
-		IdleUnload:       map[string]scheduler.IdleUnload{config.Off: scheduler.IdleOff, config.Observe: scheduler.IdleObserve}[c.IdleUnload],
-		ObserveEvictions: c.Eviction == config.Observe,
-		AbandonAfter:     time.Duration(c.AbandonAfter), OutsiderWait: time.Duration(c.OutsiderWait),
-		Overtake: c.EffectiveOvertake(), Hold: c.EffectiveHold(),
-		OvertakeMin: c.EffectiveOvertakeMin(), OvertakeMax: c.EffectiveOvertakeMax(), LockOvertake: c.EffectiveLockOvertake(),
-		Credit: (*time.Duration)(c.Credit), ClientCooldown: time.Duration(c.ClientCooldown), VictimLower: c.OnlyLowerVictims(),
-	}
-	if r := c.ReservedInteractive; r != nil {
-		sc.ReservedPlaces, sc.ReservedBelow = r.Places, r.Below
-	}
-	for _, r := range c.Restore {
-		sc.Restore = append(sc.Restore, scheduler.Restore{Slot: r.Consumer, After: time.Duration(r.After)})
-	}
-	return sc
-}
-
-func slotConfig(c *config.Consumer, t lifecycle.Traits) scheduler.SlotConfig {
-	idle, longest := c.Idle(), c.LongestRun()
-	if c.Cloud {
-		// Elsewhere it is another server, though it may have the same address: nothing that was known of it holds.
-		return scheduler.SlotConfig{Name: c.Name, Server: "cloud " + c.Upstream, Disabled: !c.IsEnabled(), Cloud: true, LockNone: true, Concurrency: 1, MaxRun: longest, Budget: time.Duration(c.Budget)}
-	}
-	return scheduler.SlotConfig{
-		Name: c.Name, Server: c.Upstream, Disabled: !c.IsEnabled(), GPUs: []int{c.GPU}, Claim: c.VRAM, Residual: c.Residual, Concurrency: c.Concurrency,
-		LockNone: !c.NeedsLock(), Coexist: c.CanCoexistWith, Pin: c.Pin, NoEvict: c.NoEvict, VRAMManaged: c.VRAMManaged,
-		KeepAlive: time.Duration(c.KeepAlive), IdleTimeout: idle, OwnIdle: c.OwnIdleTimeout(), MaxRun: longest, SwitchCost: time.Duration(c.SwitchCost), Budget: time.Duration(c.Budget), Async: c.Async,
-		Conflicts: c.ConflictsWith, Reserved: c.ReservedInteractive,
-		CanLoad: t.Load, CanUnload: t.Unload, CanProbe: t.Health, CanTell: t.Residency, CanBusy: t.Busy,
-	}
 }

@@ -343,6 +343,9 @@ func (c *rulesCheck) foretell(w *world, e Submit) {
 	if w.shape.strange || w.shape.clients || w.s.cfg.Mode != Evicting || !w.chance(30) {
 		return
 	}
+	if slices.ContainsFunc(w.s.slots, func(sl *slot) bool { return sl.stop.called }) { // what has come back may be enough for it
+		return
+	}
 	x := w.s.Explain(w.now, e.Slot, e.Priority)
 	c.expected = &x
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
@@ -22,7 +23,7 @@ type Assumptions struct {
 
 // FromConfig is the world of a resolved configuration.
 func FromConfig(b *config.Broker, a Assumptions) (*World, error) {
-	w := &World{GPUs: a.GPUs, Settings: settings(b)}
+	w := &World{GPUs: a.GPUs, Settings: broker.SchedulerConfig(b)}
 	if len(w.GPUs) == 0 {
 		declared, err := declaredGPUs(b.GPURaw)
 		if err != nil {
@@ -107,39 +108,10 @@ func Names(b *config.Broker) Lookup {
 	}
 }
 
-// settings are the scheduler's, as package broker gives them to it.
-func settings(c *config.Broker) scheduler.Config {
-	s := scheduler.Config{
-		Mode:       map[string]scheduler.Mode{config.Locked: scheduler.Locked, config.Passthrough: scheduler.Passthrough}[c.Scheduler],
-		LockGlobal: c.Lock == config.LockGlobal, Cushion: c.Cushion, Reserve: c.Reserve, MaxQueue: c.MaxQueue, MaxEvictions: c.MaxEvictions,
-		EvictWait: time.Duration(c.EvictWait), DrainTimeout: time.Duration(c.DrainTimeout),
-		IdleUnload:       map[string]scheduler.IdleUnload{config.Off: scheduler.IdleOff, config.Observe: scheduler.IdleObserve}[c.IdleUnload],
-		ObserveEvictions: c.Eviction == config.Observe,
-		AbandonAfter:     time.Duration(c.AbandonAfter), OutsiderWait: time.Duration(c.OutsiderWait),
-		Overtake: c.EffectiveOvertake(), Hold: c.EffectiveHold(),
-		OvertakeMin: c.EffectiveOvertakeMin(), OvertakeMax: c.EffectiveOvertakeMax(), LockOvertake: c.EffectiveLockOvertake(),
-		Credit: (*time.Duration)(c.Credit), ClientCooldown: time.Duration(c.ClientCooldown), VictimLower: c.OnlyLowerVictims(),
-	}
-	if r := c.ReservedInteractive; r != nil {
-		s.ReservedPlaces, s.ReservedBelow = r.Places, r.Below
-	}
-	for _, r := range c.Restore {
-		s.Restore = append(s.Restore, scheduler.Restore{Slot: r.Consumer, After: time.Duration(r.After)})
-	}
-	return s
-}
-
-// slot is a consumer's, likewise.
+// slot is a consumer's, as package broker gives it to the scheduler, but for
+// what the simulator leaves out: residues, probes, and work that outlives its answer.
 func slot(c *config.Consumer, t lifecycle.Traits) scheduler.SlotConfig {
-	if c.Cloud {
-		return scheduler.SlotConfig{Name: c.Name, Server: "cloud " + c.Upstream, Disabled: !c.IsEnabled(), Cloud: true, LockNone: true,
-			Concurrency: 1, MaxRun: c.LongestRun(), Budget: time.Duration(c.Budget)}
-	}
-	return scheduler.SlotConfig{
-		Name: c.Name, Server: c.Upstream, Disabled: !c.IsEnabled(), GPUs: []int{c.GPU}, Claim: c.VRAM, Concurrency: c.Concurrency,
-		LockNone: !c.NeedsLock(), Coexist: c.CanCoexistWith, Conflicts: c.ConflictsWith, Pin: c.Pin, NoEvict: c.NoEvict, VRAMManaged: c.VRAMManaged,
-		KeepAlive: time.Duration(c.KeepAlive), IdleTimeout: c.Idle(), OwnIdle: c.OwnIdleTimeout(), MaxRun: c.LongestRun(),
-		SwitchCost: time.Duration(c.SwitchCost), Budget: time.Duration(c.Budget), Reserved: c.ReservedInteractive,
-		CanLoad: t.Load, CanUnload: t.Unload,
-	}
+	sc := broker.SlotConfig(c, lifecycle.Traits{Load: t.Load, Unload: t.Unload})
+	sc.Residual, sc.Async = 0, false
+	return sc
 }

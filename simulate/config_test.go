@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	_ "github.com/gpu-broker/caddy-gpu-broker/gpu/samplers" // every sampler
@@ -48,7 +49,7 @@ var untold = []string{
 
 func TestEverySettingReachesTheScheduler(t *testing.T) {
 	b := resolved(t, site)
-	w := &World{Settings: settings(b)}
+	w := &World{Settings: broker.SchedulerConfig(b)}
 	traits := lifecycle.Traits{Load: true, Unload: true}
 	for _, v := range []reflect.Value{reflect.ValueOf(w.Settings), reflect.ValueOf(slot(b.Consumers[0], traits))} {
 		for i := range v.NumField() {

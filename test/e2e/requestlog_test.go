@@ -1,0 +1,150 @@
+package e2e
+
+import (
+	"context"
+	"encoding/csv"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+)
+
+// requests are the lines of a request log, by column; nil: there is no such file.
+func (s *site) requests(name string) (out []map[string]string) {
+	s.t.Helper()
+	text, err := os.ReadFile(filepath.Join(s.dir, name))
+	if os.IsNotExist(err) {
+		return nil
+	}
+	require.NoError(s.t, err)
+	rows, err := csv.NewReader(strings.NewReader(string(text))).ReadAll()
+	require.NoError(s.t, err)
+	for _, row := range rows[1:] {
+		line := map[string]string{}
+		for i, column := range rows[0] {
+			line[column] = row[i]
+		}
+		out = append(out, line)
+	}
+	return out
+}
+
+// waitRequests waits until a request log has so many lines.
+func (s *site) waitRequests(name string, n int) []map[string]string {
+	s.t.Helper()
+	s.until(name+" has "+strconv.Itoa(n)+" lines", func() bool { return len(s.requests(name)) >= n })
+	got := s.requests(name)
+	require.Len(s.t, got, n)
+	return got
+}
+
+func secondsOf(t *testing.T, text string) float64 {
+	t.Helper()
+	n, err := strconv.ParseFloat(text, 64)
+	require.NoError(t, err)
+	return n
+}
+
+func TestRequestLogTellsWhoWasServedWhoLeftAndWhoWasRefused(t *testing.T) {
+	t.Parallel()
+	const log = "request_log {env.HOME}/requests.csv"
+	a := plainModel("a", 9)
+	a.Route = "priority 30"
+	a.Lines = "budget 300ms"
+	s := start(t, layout{Global: log, Consumers: []consumer{a, plainModel("b", 9)}})
+	began := time.Now()
+	require.Equal(t, 200, s.post("/a/synthesize?ms=40", "x").status)
+	got := s.waitRequests("requests.csv", 1)[0]
+	at, err := time.Parse(time.RFC3339, got["time"])
+	require.NoError(t, err)
+	require.WithinDuration(t, began, at, time.Minute)
+	require.Equal(t, "a", got["consumer"])
+	require.Equal(t, "200", got["code"])
+	require.Equal(t, "30", got["priority"])
+	require.Empty(t, got["patience"])
+	require.GreaterOrEqual(t, secondsOf(t, got["service_seconds"]), 0.04)
+	require.GreaterOrEqual(t, secondsOf(t, got["load_seconds"]), 0.02)
+
+	_, end := s.works("a")
+	ctx, leave := context.WithCancel(t.Context())
+	defer leave()
+	left := s.goCtx(ctx, "POST", "/b/synthesize", "x")
+	s.waitQueued("b", 1)
+	leave()
+	require.ErrorIs(t, s.await(left).err, context.Canceled)
+	got = s.waitRequests("requests.csv", 2)[1]
+	require.Equal(t, "b", got["consumer"])
+	require.Equal(t, "client_left", got["code"])
+	require.Equal(t, "100", got["priority"])
+	require.Empty(t, got["service_seconds"])
+	require.Positive(t, secondsOf(t, got["patience"]))
+	require.Equal(t, got["wait_seconds"], got["patience"])
+
+	require.Equal(t, 504, s.post("/a/synthesize", "x").status)
+	got = s.waitRequests("requests.csv", 3)[2]
+	require.Equal(t, "budget_exceeded", got["code"])
+	require.Empty(t, got["service_seconds"])
+	require.Empty(t, got["patience"], "it did not leave by itself")
+	require.GreaterOrEqual(t, secondsOf(t, got["wait_seconds"]), 0.29)
+	end()
+
+	// It survives a reload, follows its path, and ends with its word.
+	s.waitRequests("requests.csv", 4)
+	s.reloaded(func(c string) string { return c + "\n# other\n" })
+	s.serve("a")
+	s.waitRequests("requests.csv", 5)
+	s.reloaded(func(c string) string { return strings.Replace(c, "requests.csv", "others.csv", 1) })
+	s.serve("a")
+	s.waitRequests("others.csv", 1)
+	s.reloaded(func(c string) string { return strings.Replace(c, log, "", 1) })
+	s.serve("a")
+	s.reloaded(func(c string) string { return strings.Replace(c, "requests.csv", "third.csv", 1) })
+	s.serve("a")
+	s.halt() // what is still in memory is written
+	require.Len(t, s.requests("third.csv"), 1)
+	require.Len(t, s.requests("requests.csv"), 5)
+	require.Len(t, s.requests("others.csv"), 1)
+	text, err := os.ReadFile(filepath.Join(s.dir, "requests.csv"))
+	require.NoError(t, err)
+	require.NotContains(t, string(text), "127.0.0.1", "nobody's address")
+	require.True(t, strings.HasPrefix(string(text), "time,consumer,service_seconds,priority,patience,"), "the simulator reads it")
+	s.again()
+}
+
+func TestRequestLogTellsHowLongWorkTookThatOutlivedItsAnswer(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Global: "request_log {env.HOME}/requests.csv", Consumers: []consumer{comfyui()}})
+	end := s.holdWork("comfyui")
+	queuePrompt(t, s.url+"/comfyui/prompt", prompt)
+	queuePrompt(t, s.url+"/comfyui/prompt", prompt)
+	s.working("comfyui")
+	asked := busyQuestions(s.servers["comfyui"])
+	s.until("it was asked whether it works", func() bool { return busyQuestions(s.servers["comfyui"]) > asked+2 })
+	require.Empty(t, s.requests("requests.csv"), "its work is not over")
+	end()
+	s.idle("comfyui")
+	for _, got := range s.waitRequests("requests.csv", 2) {
+		require.Equal(t, "200", got["code"])
+		require.Greater(t, secondsOf(t, got["service_seconds"]), 0.2, "an equal share of half a second and more")
+	}
+	require.Equal(t, 2, s.servers["comfyui"].Stats().Worked)
+}
+
+func TestRequestsOfServersThatCannotBeReachedAreLoggedOnce(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Global: "request_log {env.HOME}/requests.csv\nprobe_interval 1h", Consumers: []consumer{plainModel("a", 4)}})
+	s.serve("a")
+	s.servers["a"].SetFaults(func(f *modelserver.Faults) { f.DieOnRequest = true })
+	require.Equal(t, 502, s.post("/a/synthesize", "x").status)
+	require.Equal(t, 503, s.post("/a/synthesize", "x").status)
+	got := s.waitRequests("requests.csv", 3)
+	require.Equal(t, "server_died", got[1]["code"])
+	require.Equal(t, "unhealthy", got[2]["code"])
+	require.Empty(t, got[2]["service_seconds"])
+}
