@@ -31,7 +31,7 @@ build: ## Caddy with the module, the pretending servers and the demo, into bin/
 
 .PHONY: test
 test: ## everything, installing what the tests need
-	@scripts/test.sh tools vet lint examples unit cgo0 xcaddy e2e bench race soak real mutants
+	@scripts/test.sh tools vet lint examples unit cgo0 xcaddy e2e bench race real soak+mutants
 
 .PHONY: test-fast
 test-fast: vet ## vet and the unit tests, without end to end

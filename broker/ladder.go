@@ -23,14 +23,13 @@ func (b *Broker) guarded(candidates []string) []string {
 	if b.flagsNow().AllowCloudFallback {
 		return candidates
 	}
-	kept := append(b.ladder[:0], candidates[0])
+	b.ladder = append(b.ladder[:0], candidates[0])
 	for _, name := range candidates[1:] {
 		if c := b.configOf(name); c != nil && !c.Cloud {
-			kept = append(kept, name)
+			b.ladder = append(b.ladder, name)
 		}
 	}
-	b.ladder = kept
-	return kept
+	return b.ladder
 }
 
 // configOf is the configuration of a consumer; nil: it is not known. The caller holds mu.

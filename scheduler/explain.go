@@ -115,6 +115,12 @@ func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 	case t.lent:
 		out.Reason = "its GPU is lent until " + s.lentUntil(now, t).UTC().Format(time.RFC3339)
 		return
+	case t.gate.closed:
+		out.Reason = "it is about to be unloaded, and would be loaded again"
+		return
+	case t.want.victim != nil:
+		out.Reason = fmt.Sprintf("it waits for %s to make room", t.want.victim.cfg.Name)
+		return
 	case now.Before(t.coolUntil):
 		out.Reason = "it cools down after a failed load until " + t.coolUntil.UTC().Format(time.RFC3339)
 		return

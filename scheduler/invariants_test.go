@@ -61,11 +61,12 @@ type checker struct {
 	epochs  map[string]uint64 // of the load or unload that was asked for last
 	history []record
 
-	idle  idleCheck
-	rules rulesCheck
-	wakes time.Time // when the state wants to be woken
-	mode  Mode      // before the step
-	crowd []*slot   // who computed at once on a GPU because a configuration allowed it that does not rule any more
+	idle    idleCheck
+	rules   rulesCheck
+	wakes   time.Time // when the state wants to be woken
+	mode    Mode      // before the step
+	dropped bool      // a slot was forgotten in this step
+	crowd   []*slot   // who computed at once on a GPU because a configuration allowed it that does not rule any more
 }
 
 // standing is what a slot was like before a step.
@@ -117,6 +118,7 @@ func (c *checker) after(e Event, effects []Effect, wake time.Time) {
 		w.fail("the same history had other effects:\n%s\n%s", tell(effects), tell(twin))
 	}
 	c.wakes = wake
+	c.dropped = slices.ContainsFunc(effects, func(f Effect) bool { return f.Kind == Dropped })
 	c.jobs(e, effects)
 	c.wake(e, wake)
 	c.rules.after(c, e, effects) // before the next, which needs its books
@@ -380,12 +382,12 @@ func (c *checker) unload(f Effect) {
 	switch {
 	case v == t || c.rules.pinned(v) || v.cfg.NoEvict || v.cfg.VRAMManaged || slices.Contains(t.cfg.Coexist, v.cfg.Name):
 		w.fail("%s is unloaded for %s, and is protected from that", f.Slot, t.cfg.Name)
-	case t.state != Idle && t.state != Unknown || t.queue.count == 0 && !v.gate.restores:
+	case t.state != Idle && t.state != Unknown || t.queue.count+t.parked == 0 && !v.gate.restores: // a client may have started another job in the same step
 		w.fail("%s is unloaded for %s, which is %s and has %d waiting", f.Slot, t.cfg.Name, t.state, t.queue.count)
 	case v.stop.from == Idle:
 		w.fail("%s is unloaded for %s, and was not loaded", f.Slot, t.cfg.Name)
 	}
-	if m := c.model(t, v); m != nil && !t.want.extra && m.fits() {
+	if m := c.model(t, v); m != nil && !t.want.extra && m.fits() && !c.dropped {
 		w.fail("%s is unloaded for %s, which fits: %s", f.Slot, t.cfg.Name, m)
 	}
 }
@@ -406,6 +408,11 @@ func (c *checker) closed(v *slot) {
 	for _, o := range c.w.s.slots {
 		if o != t && !c.rules.pinned(o) && !o.cfg.NoEvict && !o.cfg.VRAMManaged && o.cfg.CanUnload && !slices.Contains(t.cfg.Coexist, o.cfg.Name) {
 			m.unload(o)
+		}
+	}
+	for foe := range m.foes { // it may have been loaded since, in the same step
+		if was := c.was[c.w.s.named[foe]].state; was == Idle || was == Stopping {
+			delete(m.foes, foe)
 		}
 	}
 	if !m.fits() {

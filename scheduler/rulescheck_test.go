@@ -278,7 +278,7 @@ func (c *rulesCheck) unloads(k *checker, v *slot) {
 		w.fail("%s is unloaded for a GPU that is not lent", v.cfg.Name)
 	}
 	switch {
-	case t == nil || v.stop.flush:
+	case t == nil || v.stop.flush || t.parked > 0: // their client may have started another job in the same step
 	case v.gate.restores:
 		c.restores(k, t)
 	case w.s.cfg.VictimLower && v.used() && v.lastPrio <= t.queue.first().priority:
@@ -290,7 +290,7 @@ func (c *rulesCheck) unloads(k *checker, v *slot) {
 func (c *rulesCheck) closed(k *checker, v *slot) {
 	w, t := k.w, v.gate.target
 	was, old := k.was[v]
-	if !old || t == nil || v.gate.restores || v.gate.room || was.state != Ready || was.gate.closed && was.gate.target == t && was.gate.since.Equal(v.gate.since) {
+	if !old || t == nil || t.queue.count == 0 || v.gate.restores || v.gate.room || was.state != Ready || was.gate.closed && was.gate.target == t && was.gate.since.Equal(v.gate.since) {
 		return
 	}
 	oldest := func(sl *slot, priority int) (at time.Time) {
@@ -343,7 +343,7 @@ func (c *rulesCheck) foretell(w *world, e Submit) {
 	if w.shape.strange || w.shape.clients || w.s.cfg.Mode != Evicting || !w.chance(30) {
 		return
 	}
-	if slices.ContainsFunc(w.s.slots, func(sl *slot) bool { return sl.stop.called }) { // what has come back may be enough for it
+	if slices.ContainsFunc(w.s.slots, func(sl *slot) bool { return sl.stop.called || sl.want.extra }) { // what has come back may be enough for it
 		return
 	}
 	x := w.s.Explain(w.now, e.Slot, e.Priority)

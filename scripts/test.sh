@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs make targets one after the other, says how long each took, and lists the tests that were skipped.
+# Those joined by a plus run side by side.
 #
-#	scripts/test.sh TARGET ...
+#	scripts/test.sh TARGET TARGET+TARGET ...
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,6 +28,7 @@ trap report EXIT
 for stage in "$@"; do
 	printf '\n== make %s\n' "$stage"
 	began=$SECONDS
-	make --no-print-directory "$stage"
+	IFS=+ read -ra targets <<<"$stage"
+	make --no-print-directory -j "${#targets[@]}" --output-sync=target "${targets[@]}"
 	times+=("$stage: $((SECONDS - began)) s")
 done

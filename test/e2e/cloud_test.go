@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -199,7 +200,7 @@ func TestASeedThatIsNonsenseIsAnErrorThatNamesItsVariable(t *testing.T) {
 	t.Parallel()
 	s := cloudSite(t, newSky(t, false))
 	cmd := exec.Command(s.cmd.Path, "validate", "--config", filepath.Join(s.dir, "Caddyfile"), "--adapter", "caddyfile")
-	cmd.Env = append(s.cmd.Env, "GPU_BROKER_ALLOW_CLOUD_FALLBACK=perhaps")
+	cmd.Env = append(slices.Clone(s.cmd.Env), "GPU_BROKER_ALLOW_CLOUD_FALLBACK=perhaps")
 	out, err := cmd.CombinedOutput()
 	require.Error(t, err)
 	require.Contains(t, string(out), `GPU_BROKER_ALLOW_CLOUD_FALLBACK is \"perhaps\"`)

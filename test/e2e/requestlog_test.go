@@ -13,9 +13,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+	"github.com/gpu-broker/caddy-gpu-broker/simulate"
 )
 
-// requests are the lines of a request log, by column; nil: there is no such file.
+// requests are the lines of a request log, by column; nil: there are none yet.
 func (s *site) requests(name string) (out []map[string]string) {
 	s.t.Helper()
 	text, err := os.ReadFile(filepath.Join(s.dir, name))
@@ -25,7 +26,10 @@ func (s *site) requests(name string) (out []map[string]string) {
 	require.NoError(s.t, err)
 	rows, err := csv.NewReader(strings.NewReader(string(text))).ReadAll()
 	require.NoError(s.t, err)
-	for _, row := range rows[1:] {
+	for i, row := range rows {
+		if i == 0 {
+			continue
+		}
 		line := map[string]string{}
 		for i, column := range rows[0] {
 			line[column] = row[i]
@@ -102,9 +106,9 @@ func TestRequestLogTellsWhoWasServedWhoLeftAndWhoWasRefused(t *testing.T) {
 	s.reloaded(func(c string) string { return strings.Replace(c, "requests.csv", "others.csv", 1) })
 	s.serve("a")
 	s.waitRequests("others.csv", 1)
-	s.reloaded(func(c string) string { return strings.Replace(c, log, "", 1) })
+	s.reloaded(func(c string) string { return strings.Replace(c, "request_log {env.HOME}/others.csv", "", 1) })
 	s.serve("a")
-	s.reloaded(func(c string) string { return strings.Replace(c, "requests.csv", "third.csv", 1) })
+	s.reloaded(func(c string) string { return insert(c, "request_log {env.HOME}/third.csv") })
 	s.serve("a")
 	s.halt() // what is still in memory is written
 	require.Len(t, s.requests("third.csv"), 1)
@@ -113,7 +117,15 @@ func TestRequestLogTellsWhoWasServedWhoLeftAndWhoWasRefused(t *testing.T) {
 	text, err := os.ReadFile(filepath.Join(s.dir, "requests.csv"))
 	require.NoError(t, err)
 	require.NotContains(t, string(text), "127.0.0.1", "nobody's address")
-	require.True(t, strings.HasPrefix(string(text), "time,consumer,service_seconds,priority,patience,"), "the simulator reads it")
+	// The simulator reads it. Who was never served gets the mean of the consumer's others, so b needs one.
+	more := strings.Replace(string(text), "\n", "\n2026-01-01T00:00:00.000Z,b,2.000,100,,0.000,0.000,200\n", 1)
+	replay, err := simulate.ReadTrace(strings.NewReader(more), "requests.csv", func(name string) (string, int, error) { return name, 100, nil })
+	require.NoError(t, err)
+	require.Len(t, replay, 6)
+	require.Equal(t, 30, replay[1].Priority)
+	require.GreaterOrEqual(t, replay[1].Service, 40*time.Millisecond)
+	require.Equal(t, 2*time.Second, replay[2].Service)
+	require.Positive(t, replay[2].Patience)
 	s.again()
 }
 
