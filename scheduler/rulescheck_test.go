@@ -290,7 +290,7 @@ func (c *rulesCheck) unloads(k *checker, v *slot) {
 func (c *rulesCheck) closed(k *checker, v *slot) {
 	w, t := k.w, v.gate.target
 	was, old := k.was[v]
-	if !old || t == nil || t.queue.count == 0 || v.gate.restores || v.gate.room || was.state != Ready || was.gate.closed && was.gate.target == t && was.gate.since.Equal(v.gate.since) {
+	if !old || k.mode != Evicting || t == nil || t.queue.count == 0 || v.gate.restores || v.gate.room || was.state != Ready || was.gate.closed && was.gate.target == t && was.gate.since.Equal(v.gate.since) {
 		return
 	}
 	oldest := func(sl *slot, priority int) (at time.Time) {
