@@ -125,11 +125,9 @@ func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 		out.Reason = "it cools down after a failed load until " + t.coolUntil.UTC().Format(time.RFC3339)
 		return
 	}
-	for _, h := range t.on {
-		if r := s.card(h.card).reserved; r != nil && r != t && r.cold() && r.queue.count > 0 && r.ranked().compare(t.ranked()) < 0 { // as of the last planning
-			out.Reason = fmt.Sprintf("%s, which is overdue, takes memory before it", r.cfg.Name)
-			return
-		}
+	if r := s.reserver(now, t); r != nil {
+		out.Reason = fmt.Sprintf("%s, which is overdue, takes memory before it", r.cfg.Name)
+		return
 	}
 	if why := s.holdUp(now, t); why != "" {
 		out.Reason = "it " + why
@@ -158,6 +156,22 @@ func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 	}
 	out.Outcome, out.Code = "refused", VRAMExhausted
 	out.Reason = fmt.Sprintf("it needs %s, %s is available, and nothing that may be unloaded would bring enough: %s; it would be refused after %s", out.Need, out.Avail, s.inTheWay(t), s.cfg.OutsiderWait)
+}
+
+// reserver is an overdue target that is planned before t and keeps memory from it; nil: none does.
+func (s *State) reserver(now time.Time, t *slot) *slot {
+	for _, o := range s.slots {
+		if o == t || !o.cold() || o.queue.count == 0 || !overlap(o, t) && !conflict(o, t) || t.ranked().compare(o.ranked()) < 0 {
+			continue
+		}
+		if o.want.victim != nil || o.want.lock && s.overdue(now, o) {
+			return o
+		}
+		if could := s.able(o, func(v *slot) bool { return s.permitted(o, v) }); !s.fits(o) && s.fitsAfter(o, could...) && s.mayReserve(now, o, could) {
+			return o
+		}
+	}
+	return nil
 }
 
 func slotNames(slots []*slot) (out []string) {

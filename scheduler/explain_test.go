@@ -72,7 +72,7 @@ func TestExplainSaysWhyARequestWouldWait(t *testing.T) {
 	f.release(h)
 	f.requireState("v", Stopping)
 	f.explained("v", 100, "waits", "it is being unloaded")
-	f.explained("t", 100, "waits", "it waits for the load or unload of v")
+	f.explained("t", 100, "waits", "it waits for v to make room")
 	f.evicted("v", 10000)
 	f.requireState("t", Loading)
 	f.explained("t", 100, "waits", "it is being loaded")

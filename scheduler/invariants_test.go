@@ -133,7 +133,8 @@ func (c *checker) after(e Event, effects []Effect, wake time.Time) {
 		case f.Kind == StartUnload:
 			c.unload(f)
 		case f.Kind == CheckBusy && f.After == 0:
-			if a, ok := e.(BusyAnswer); ok && a.Slot == f.Slot && a.Busy {
+			was, g := c.was[w.s.named[f.Slot]].gate, w.s.named[f.Slot].gate
+			if a, ok := e.(BusyAnswer); ok && a.Slot == f.Slot && a.Busy && was.closed && g.since.Equal(was.since) {
 				w.fail("%s says that it is busy, and is asked again at once", f.Slot)
 			}
 		case f.Kind == Load:
@@ -197,7 +198,8 @@ func (c *checker) jobs(e Event, effects []Effect) {
 		j.state = simRunning
 		sl := w.s.named[f.Slot]
 		was, old := c.was[sl]
-		if old && w.s.cfg.Mode != Passthrough && was.gate.closed && sl.gate.closed && was.gate.since.Equal(sl.gate.since) {
+		reopened := slices.ContainsFunc(effects, func(o Effect) bool { return o.Kind == Decided && o.Decision.Kind == "reopen" && o.Slot == f.Slot })
+		if old && !reopened && w.s.cfg.Mode != Passthrough && was.gate.closed && sl.gate.closed && was.gate.since.Equal(sl.gate.since) {
 			w.fail("job %d was admitted to %s, whose gate is closed", f.Job, f.Slot)
 		}
 		if sl.state != Ready {

@@ -302,7 +302,7 @@ func (s *State) release(now time.Time, id JobID, outcome Outcome) {
 	case ServerDied:
 		s.emit(Effect{Kind: ProbeNow, Slot: sl.cfg.Name})
 	}
-	if s.waiting > 0 || sl.gate.closed || sl.gone || warmed || len(s.cfg.Restore) > 0 { // a transition that ends lets another begin
+	if s.waiting > 0 || sl.gate.closed || sl.gone || warmed || s.lending || len(s.cfg.Restore) > 0 { // a transition that ends lets another begin
 		s.pump(now)
 	} else if s.idles(sl) {
 		s.wakeBy(s.idleEnd(sl))

@@ -36,8 +36,7 @@ func (s *State) lentUntil(now time.Time, sl *slot) (until time.Time) {
 
 func (s *State) lentOn(now time.Time, sl *slot) bool { return !s.lentUntil(now, sl).IsZero() }
 
-// clearLent ends what is over, and unloads what is loaded on a lent GPU. What
-// is pinned stays loaded; its jobs wait too.
+// clearLent ends what is over, and notes which slots are on a lent GPU.
 func (s *State) clearLent(now time.Time) {
 	was := s.lending
 	s.lending = false
@@ -51,13 +50,23 @@ func (s *State) clearLent(now time.Time) {
 			s.lending = true
 		}
 	}
-	if !was && !s.lending {
+	if was || s.lending {
+		for _, sl := range s.slots {
+			sl.lent = s.cfg.Mode == Evicting && s.lentOn(now, sl)
+		}
+	}
+}
+
+// emptyLent unloads what is loaded on a lent GPU. What is pinned stays loaded;
+// its jobs wait too.
+func (s *State) emptyLent(now time.Time) {
+	if !s.lending {
 		return
 	}
 	for _, sl := range s.slots {
-		sl.lent = s.cfg.Mode == Evicting && s.lentOn(now, sl)
 		if sl.lent && (sl.state == Ready || sl.state == Unknown) && !sl.gate.closed && sl.cfg.CanUnload && !sl.pinned() && s.due(now, sl.retryAt) {
 			sl.gate = gate{closed: true, lent: true, since: now}
+			s.proceedDrain(now, sl)
 		}
 	}
 }

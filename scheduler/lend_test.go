@@ -333,3 +333,29 @@ func TestAPinOfNobodyDoesNothing(t *testing.T) {
 	f.step(Unload{Slot: "v"})
 	f.requireUnloads("v")
 }
+
+func TestWhatStaysOnALentGPUBecauseItWorkedTooLongGoesWhenItsWorkEnds(t *testing.T) {
+	f := given(t, 16384, lazyServer("v", 5000))
+	f.warm("v", 5000)
+	h := f.submit("v")
+	f.lend()
+	f.advance(15 * time.Minute) // longer than drain_timeout: its gate opens, and nobody waits
+	f.release(h)
+	f.advance(time.Minute)
+	f.requireUnloads("v")
+}
+
+func TestAVictimWhoseTargetLeftGoesAllTheSameFromALentGPU(t *testing.T) {
+	f := given(t, 16384, lazyServer("v", 10000), server("t", 10000))
+	f.warm("v", 10000)
+	f.advance(time.Minute)
+	v := f.submit("v")
+	h := f.submit("t")
+	f.advance(301 * time.Second)
+	require.False(t, f.slot("v").GateOpen)
+	f.lend()
+	f.cancel(h)
+	f.release(v)
+	f.advance(time.Second)
+	f.requireUnloads("v")
+}

@@ -221,6 +221,14 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 		t.why = "its GPU is lent until " + s.lentUntil(now, t).UTC().Format(time.RFC3339)
 		return false
 	}
+	if s.conflicts {
+		for _, c := range s.gpus {
+			if r := c.reserved; r != nil && r != t && conflict(r, t) {
+				t.why = fmt.Sprintf("waits behind %s, which is overdue and conflicts with it", r.cfg.Name)
+				return false
+			}
+		}
+	}
 	for _, h := range t.on {
 		if r := s.card(h.card).reserved; r != nil && r != t {
 			t.why = fmt.Sprintf("waits behind %s, which is overdue", r.cfg.Name)
@@ -378,6 +386,9 @@ func (s *State) shields(t, v *slot) string {
 // lower says whether what v was last used for is less urgent than what t is wanted for.
 func (s *State) lower(t, v *slot) bool {
 	first, used := t.queue.first(), v.used()
+	if v.gate.closed && v.gate.target == t { // who comes meanwhile can't undo it
+		return !used || first == nil || v.lastPrio > first.priority
+	}
 	if first == nil || !used && v.queue.count == 0 {
 		return true
 	}
@@ -413,6 +424,16 @@ func (t claimant) against(v *slot) (since time.Time, wants time.Duration, urgent
 // overdue says whether a cold target has waited for as long as warm jobs may overtake it.
 func (s *State) overdue(now time.Time, t *slot) bool {
 	return s.due(now, t.ageStart().Add(s.bound(t)))
+}
+
+// mayReserve says whether a target that could take the memory of some may keep others from it: it is
+// overdue, or would be by the priority clause (policy rule 5).
+func (s *State) mayReserve(now time.Time, t *slot, could []*slot) bool {
+	c := s.claimant(t)
+	return s.due(now, c.age.Add(c.bound)) || slices.ContainsFunc(could, func(v *slot) bool {
+		since, wants, urgent := c.against(v)
+		return urgent && s.due(now, since.Add(wants))
+	})
 }
 
 // keptUntil is how long an idle slot is kept against a newcomer (policy rule 2).
@@ -535,10 +556,7 @@ func (s *State) wait(now time.Time, t *slot) (progress bool) {
 	case len(could) > 0 && (t.want.extra || s.fitsAfter(t, could...)):
 		t.want.blocked = time.Time{}
 		t.why = waitsForTurn
-		if c := s.claimant(t); s.due(now, c.age.Add(c.bound)) || slices.ContainsFunc(could, func(v *slot) bool {
-			since, wants, urgent := c.against(v)
-			return urgent && now.Sub(since) >= wants
-		}) {
+		if s.mayReserve(now, t, could) {
 			s.reserve(t)
 		}
 		return false

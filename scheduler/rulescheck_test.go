@@ -243,7 +243,7 @@ func (c *rulesCheck) loads(k *checker, t *slot) {
 			w.fail("%s is loaded beside %s, which is %s and conflicts with it", t.cfg.Name, o.cfg.Name, o.state)
 		}
 	}
-	if t.queue.count == 0 && t.active == 0 {
+	if t.queue.count+t.parked == 0 && t.active == 0 {
 		c.restores(k, t)
 	}
 }
@@ -290,7 +290,8 @@ func (c *rulesCheck) unloads(k *checker, v *slot) {
 func (c *rulesCheck) closed(k *checker, v *slot) {
 	w, t := k.w, v.gate.target
 	was, old := k.was[v]
-	if !old || k.mode != Evicting || t == nil || t.queue.count == 0 || v.gate.restores || v.gate.room || was.state != Ready || was.gate.closed && was.gate.target == t && was.gate.since.Equal(v.gate.since) {
+	if !old || k.mode != Evicting || t == nil || t.queue.count == 0 || t.parked > 0 || // its head may have been another before this step ended
+		v.gate.restores || v.gate.room || was.state != Ready || was.gate.closed && was.gate.target == t && was.gate.since.Equal(v.gate.since) {
 		return
 	}
 	oldest := func(sl *slot, priority int) (at time.Time) {

@@ -302,6 +302,7 @@ func (s *State) pump(now time.Time) {
 		s.proceed(now)
 		again = s.admitReady(now) || again || len(s.effects) > before
 	}
+	s.emptyLent(now)
 	s.restore(now)
 	s.unloadIdle(now)
 	if s.waiting > 0 {
