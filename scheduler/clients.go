@@ -77,8 +77,8 @@ func (s *State) chill(now time.Time, sl *slot) {
 	}
 	for j := sl.queue.head(); j != nil && s.rests(now, j); j = sl.queue.head() {
 		s.leaveQueue(now, j)
-		if s.idles(sl) {
-			s.wakeBy(s.idleEnd(sl))
+		if end := s.idleEnd(sl); s.idles(sl) && end.After(now) {
+			s.wakeBy(end)
 		}
 		s.resting.park(j)
 		s.wakeBy(s.resting.until[j.client])

@@ -501,3 +501,20 @@ func TestACloudSlotNeedsNoTelemetry(t *testing.T) {
 	f.requireRunning(f.ask("sky", 100))
 	require.Equal(t, gpu.Bytes(0), f.slot("sky").Claim)
 }
+
+func TestWhenTheOldestLeavesWhoseTurnItIsNotTheNextOldestStandsAtOnce(t *testing.T) {
+	f, x := oneAtATime(t, server("t", 10000))
+	f.advance(time.Hour)
+	f.of("t", "t")
+	f.advance(10 * time.Second)
+	a1, a2 := f.of("a", "v"), f.of("a", "v")
+	f.advance(400 * time.Second)
+	b1 := f.of("b", "v")
+	f.release(x)
+	f.requireRunning(a1)
+	f.requireWaiting(a2, b1) // it is b's turn, a2 is older
+	f.advance(time.Second)
+	require.True(t, f.slot("v").GateOpen)
+	f.cancel(a2)
+	require.False(t, f.slot("v").GateOpen, "the next came long after t was overdue")
+}

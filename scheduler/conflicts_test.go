@@ -178,20 +178,26 @@ func TestVictimPriorityLowerSparesWhatWasUsedForSomethingAsUrgent(t *testing.T) 
 }
 
 func TestVictimPriorityLowerSparesASlotForWhichSomebodyAsUrgentWaits(t *testing.T) {
-	f := given(t, 16384, lazyServer("v", 10000, costs(time.Second)), server("t", 10000))
-	f.reconfigure(func(c *Config) { c.VictimLower = true })
-	f.release(f.ask("v", 200))
-	f.use(10000)
-	f.advance(time.Hour)
-	f.ask("v", 200)
-	urgent := f.ask("v", 100)
-	h := f.ask("t", 100)
+	story := func() (f *fixture, urgent, target *handle) {
+		f = given(t, 16384, lazyServer("v", 10000, costs(time.Second)), server("t", 10000))
+		f.reconfigure(func(c *Config) { c.VictimLower = true })
+		f.release(f.ask("v", 200))
+		f.use(10000)
+		f.advance(time.Hour)
+		f.ask("v", 200)
+		urgent = f.ask("v", 100)
+		return f, urgent, f.ask("t", 100)
+	}
+	f, urgent, target := story()
 	f.advance(9 * time.Second)
-	require.True(t, f.slot("v").GateOpen)
 	f.cancel(urgent)
 	f.advance(21 * time.Second)
+	f.requireWaiting(target)
 	require.False(t, f.slot("v").GateOpen, "a tenth of the bound is over")
-	f.requireWaiting(h)
+
+	f, _, target = story()
+	f.advance(10 * time.Second)
+	require.Contains(t, f.requireRefused(target, VRAMExhausted).Message, "victim_priority lower")
 }
 
 func TestVictimPriorityLowerSparesNobodyWhoWasNeverUsed(t *testing.T) {

@@ -136,24 +136,31 @@ func TestACompletedLoadClearsTheCredit(t *testing.T) {
 }
 
 func TestAStartedJobClearsTheCredit(t *testing.T) {
-	f := given(t, 16384, lazyServer("v", 10000, keepAlive(10*time.Hour)), lazyServer("t", 10000, costs(creditCost)))
-	f.warm("v", 10000)
-	f.advance(time.Minute)
-	f.cancel(f.submit("t"))
-	f.advance(time.Minute)
-	f.step(Unload{Slot: "v"})
-	f.evicted("v", 10000)
-	f.warm("t", 10000)
-	f.advance(time.Minute)
-	f.submit("v")
-	f.evicted("t", 10000)
-	f.use(10000)
-	f.advance(time.Second)
-	f.release(f.lastJob("v"))
-	f.unloads = nil
-	began := f.now
-	f.submit("t")
-	f.requireAge(began, creditBound)
+	story := func(started bool) (f *fixture, first time.Time) {
+		f = given(t, 16384, lazyServer("v", 10000, keepAlive(10*time.Hour)), server("t", 10000, costs(creditCost)))
+		f.warm("v", 10000)
+		f.advance(time.Minute)
+		first = f.now
+		f.cancel(f.submit("t"))
+		f.step(Unload{Slot: "v"})
+		f.evicted("v", 10000)
+		f.use(10000)
+		f.probe("t", Yes) // somebody else has loaded it
+		if started {
+			f.release(f.submit("t"))
+		}
+		f.step(Unload{Slot: "t"})
+		f.evicted("t", 10000)
+		f.warm("v", 10000)
+		f.advance(time.Minute)
+		f.unloads = nil
+		f.submit("t")
+		return f, first
+	}
+	f, _ := story(true)
+	f.requireAge(f.now, creditBound)
+	f, first := story(false)
+	f.requireAge(first, creditBound)
 }
 
 func TestCreditLapsesBeforeARequestThatComesTooLongAfterTheLastDeparture(t *testing.T) {

@@ -245,7 +245,7 @@ func (s *State) cancel(now time.Time, id JobID) {
 		s.release(now, id, NoAnswer)
 		return
 	}
-	head := j.slot.queue.head() == j
+	matters := j.state == jobWaiting && (j.slot.queue.head() == j || j.prev == nil) // the next, or the oldest of its priority
 	if j.state == jobWaiting {
 		j.slot.leftAt = now
 		if j.slot.state != Ready && s.creditFor(j.slot) > 0 {
@@ -255,7 +255,7 @@ func (s *State) cancel(now time.Time, id JobID) {
 	s.dequeue(now, j)
 	s.counts.Cancelled++
 	s.jobs.put(j)
-	if head {
+	if matters {
 		s.pump(now)
 	}
 }

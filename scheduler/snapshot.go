@@ -119,7 +119,7 @@ func (s *State) Slot(name string) (SlotView, bool) {
 func (s *State) view(sl *slot) SlotView {
 	v := SlotView{Name: sl.cfg.Name, Disabled: sl.cfg.Disabled, Gone: sl.gone, State: sl.state, GateOpen: !sl.gate.closed, DrainFor: name(sl.gate.target),
 		Health: [...]string{"unknown", "healthy", "unhealthy"}[sl.health], Detail: sl.detail, Active: sl.active, Held: sl.held,
-		Waiting: sl.queue.count, Why: s.reason(sl), Claim: sl.cfg.Claim, LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio,
+		Waiting: sl.queue.count + sl.parked, Why: s.reason(sl), Claim: sl.cfg.Claim, LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio,
 		Pinned: sl.pinned(), CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad,
 		Draining: s.draining || s.ending || sl.draining, Measured: sl.took.measured()}
 	if s.idles(sl) && s.cfg.IdleUnload == IdleOn && !sl.gate.closed {
