@@ -518,3 +518,12 @@ func TestWhenTheOldestLeavesWhoseTurnItIsNotTheNextOldestStandsAtOnce(t *testing
 	f.cancel(a2)
 	require.False(t, f.slot("v").GateOpen, "the next came long after t was overdue")
 }
+
+func TestACloudSlotIsGivenNoLockByAReload(t *testing.T) {
+	f := given(t, 16384, lazyServer("v", 10000), inTheSky("sky"))
+	f.warm("v", 10000)
+	f.requireRunning(f.ask("sky", 100))
+	f.reconfigure(func(c *Config) { c.LockGlobal = true })
+	require.Empty(t, f.s.Snapshot(f.now).GPUs[0].Owner)
+	f.requireRunning(f.ask("v", 100))
+}

@@ -358,7 +358,7 @@ func (s *State) relock() {
 			l.owner = nil
 		}
 		for _, sl := range s.slots {
-			if !sl.busy() || sl.cfg.LockNone || !s.cfg.LockGlobal && sl.hold(l.gpu) == nil {
+			if !sl.busy() || sl.cfg.LockNone || sl.cfg.Cloud || !s.cfg.LockGlobal && sl.hold(l.gpu) == nil {
 				continue
 			}
 			s.crowded = s.crowded || l.owner != nil && l.owner != sl
