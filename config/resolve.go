@@ -155,7 +155,7 @@ func CheckName(name string) error {
 // CheckCategory says what is wrong with the word for a kind of work.
 func CheckCategory(word string) error {
 	if CheckName(word) != nil {
-		return fmt.Errorf("category %q: write %s, or a word of your own, of at most %d letters, digits, -, _ and .", word, strings.Join(categories(), ", "), maxName)
+		return fmt.Errorf("category %q: write %s, or a word of your own, of at most %d letters, digits, dots, - and _", word, strings.Join(categories(), ", "), maxName)
 	}
 	return nil
 }

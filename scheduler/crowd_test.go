@@ -102,7 +102,7 @@ var crowdEvents = []struct {
 	after  func(tb testing.TB, c *crowd, i int, effects []Effect)
 }{
 	{"release and the successor's start", func(c *crowd, _ int) Event { return Release{Job: c.running} },
-		func(tb testing.TB, c *crowd, i int, effects []Effect) {
+		func(tb testing.TB, c *crowd, _ int, effects []Effect) {
 			at := slices.IndexFunc(effects, func(f Effect) bool { return f.Kind == Admit })
 			require.GreaterOrEqual(tb, at, 0, "nobody was admitted")
 			c.running = effects[at].Job

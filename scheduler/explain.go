@@ -167,7 +167,7 @@ func (s *State) reserver(now time.Time, t *slot) *slot {
 		if o.want.victim != nil || o.want.lock && s.overdue(now, o) {
 			return o
 		}
-		if could := s.able(o, func(v *slot) bool { return s.permitted(o, v) }); !s.fits(o) && s.fitsAfter(o, could...) && s.mayReserve(now, o, could) {
+		if could := s.able(func(v *slot) bool { return s.permitted(o, v) }); !s.fits(o) && s.fitsAfter(o, could...) && s.mayReserve(now, o, could) {
 			return o
 		}
 	}

@@ -137,15 +137,15 @@ func (r *race) in(d time.Duration, do func()) {
 // run lets everything happen, in its order, until all have been served.
 func (r *race) run() {
 	for end := r.now.Add(24 * time.Hour); len(r.agenda) > 0 || r.s.waiting+r.s.running > 0; {
-		woken := !r.wake.IsZero() && (len(r.agenda) == 0 || !r.agenda[0].at.Before(r.wake))
-		if woken {
+		switch {
+		case !r.wake.IsZero() && (len(r.agenda) == 0 || !r.agenda[0].at.Before(r.wake)):
 			r.now = later(r.now, r.wake)
 			r.step(Wake{})
-		} else if len(r.agenda) > 0 {
+		case len(r.agenda) > 0:
 			h := heap.Pop(&r.agenda).(happening)
 			r.now = h.at
 			h.do()
-		} else {
+		default:
 			r.fail("%d wait, and nothing is to happen any more", r.s.waiting)
 		}
 		if r.now.After(end) {

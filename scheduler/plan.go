@@ -479,7 +479,7 @@ func (s *State) permittedNow(now time.Time, t claimant, v *slot) bool {
 // those that turned out not to be. nil: all together are not enough. That t
 // does not fit as things are is known. What is returned is valid until the next choice.
 func (s *State) choose(t *slot, may func(v *slot) bool) []*slot {
-	all := s.able(t, may)
+	all := s.able(may)
 	if len(all) == 0 {
 		return nil
 	}
@@ -505,8 +505,8 @@ func (s *State) choose(t *slot, may func(v *slot) bool) []*slot {
 	return chosen
 }
 
-// able are the slots that may go for t, valid until the next choice.
-func (s *State) able(t *slot, may func(v *slot) bool) []*slot {
+// able are the slots that may go, valid until the next choice.
+func (s *State) able(may func(v *slot) bool) []*slot {
 	all := s.spare.able[:0]
 	for _, v := range s.around() {
 		if may(v) {
@@ -548,7 +548,7 @@ func (s *State) anyVictim(t *slot) bool {
 // wait is accounting §3: the target does not fit and nothing may go now. It
 // waits where waiting can help, and is refused where it can't.
 func (s *State) wait(now time.Time, t *slot) (progress bool) {
-	could := s.able(t, func(v *slot) bool { return s.permitted(t, v) })
+	could := s.able(func(v *slot) bool { return s.permitted(t, v) })
 	switch {
 	case t.want.extra && len(could) == 0: // out of memory, and nobody left to make room
 		s.loadFailed(now, t, "it ran out of memory, and nothing may be unloaded for it")

@@ -345,8 +345,11 @@ func (c *rulesCheck) foretell(w *world, e Submit) {
 	if w.shape.strange || w.shape.clients || w.s.cfg.Mode != Evicting || !w.chance(30) {
 		return
 	}
-	if slices.ContainsFunc(w.s.slots, func(sl *slot) bool { return sl.stop.called || sl.want.extra }) { // what has come back may be enough for it
-		return
+	for _, sl := range w.s.slots {
+		newest := sl.queue.count > 0 && sl.queue.levels[0].last.submitted.Equal(w.now) // who of them is before it?
+		if newest || sl.stop.called || sl.want.extra {                                 // what has come back may be enough for it
+			return
+		}
 	}
 	x := w.s.Explain(w.now, e.Slot, e.Priority)
 	c.expected = &x

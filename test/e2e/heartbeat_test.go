@@ -75,7 +75,8 @@ func (l *listener) comment() string {
 // comments reads comments until one is as wanted.
 func (l *listener) comments(want string) {
 	l.s.t.Helper()
-	for l.comment() != want {
+	for got := ""; got != want; {
+		got = l.comment()
 	}
 }
 
@@ -239,22 +240,22 @@ func TestAfterHeartbeatsAnErrorIsAnEventInOpenAIsForm(t *testing.T) {
 		name    string
 		route   string
 		path    string
-		break_  func(s *site) // while the request waits
+		breaks  func(s *site) // while the request waits
 		code    string
 		message string
 	}{
 		{name: "its budget is over", route: "budget 300ms", code: "budget_exceeded"},
-		{name: "its load fails", code: "load_failed", break_: func(s *site) {
+		{name: "its load fails", code: "load_failed", breaks: func(s *site) {
 			s.servers["a"].SetFaults(func(f *modelserver.Faults) { f.RefuseLoad = true })
 			s.letWork("b")
 		}},
-		{name: "no more requests are taken", code: "draining", break_: func(s *site) { s.byHand("consumers/a/drain") }},
-		{name: "the server has an error", code: "no_stream", message: "status 503: told to fail", break_: func(s *site) {
+		{name: "no more requests are taken", code: "draining", breaks: func(s *site) { s.byHand("consumers/a/drain") }},
+		{name: "the server has an error", code: "no_stream", message: "status 503: told to fail", breaks: func(s *site) {
 			s.servers["a"].SetFaults(func(f *modelserver.Faults) { f.FailPaths = map[string]int{"/stream": 503} })
 			s.letWork("b")
 		}},
-		{name: "the server's answer is no event stream", path: "/a/v1/embeddings?input=x", code: "no_stream", break_: func(s *site) { s.letWork("b") }},
-		{name: "the server dies", code: "server_died", break_: func(s *site) {
+		{name: "the server's answer is no event stream", path: "/a/v1/embeddings?input=x", code: "no_stream", breaks: func(s *site) { s.letWork("b") }},
+		{name: "the server dies", code: "server_died", breaks: func(s *site) {
 			s.servers["a"].SetFaults(func(f *modelserver.Faults) { f.DieOnRequest = true })
 			s.letWork("b")
 		}},
@@ -271,8 +272,8 @@ func TestAfterHeartbeatsAnErrorIsAnEventInOpenAIsForm(t *testing.T) {
 			l := s.listen(t.Context(), path, "")
 			l.opened("a")
 			l.comments("waiting for a, position 1")
-			if c.break_ != nil {
-				c.break_(s)
+			if c.breaks != nil {
+				c.breaks(s)
 			}
 			doc := l.failed()
 			require.Equal(t, c.code, doc["code"], "%v", doc)
