@@ -45,16 +45,18 @@ const maxRests = 1024
 
 // clientRests says whether a client may not start a job now.
 func (s *State) clientRests(now time.Time, client string) bool {
-	return len(s.resting.until) > 0 && now.Before(s.resting.until[client])
+	return len(s.resting.until) > 0 && s.cfg.Mode != Passthrough && now.Before(s.resting.until[client])
 }
 
-// rests says whether a job has to wait for the rest of its client.
-func (s *State) rests(now time.Time, j *job) bool { return s.clientRests(now, j.client) }
+// rests says whether a job has to wait for the rest of its client. What runs elsewhere never waits.
+func (s *State) rests(now time.Time, j *job) bool {
+	return !j.slot.cfg.Cloud && s.clientRests(now, j.client)
+}
 
 // rest notes that a client has started a job.
 func (s *State) rest(now time.Time, j *job) {
 	d := max(s.cfg.ClientCooldown, j.cooldown)
-	if d <= 0 || j.client == "" || s.cfg.Mode == Passthrough {
+	if d <= 0 || j.client == "" || j.slot.cfg.Cloud || s.cfg.Mode == Passthrough {
 		return
 	}
 	if s.resting.until == nil {
@@ -88,7 +90,8 @@ func (s *State) chill(now time.Time, sl *slot) {
 // wakeClients puts the jobs of those who have rested into their queues.
 func (s *State) wakeClients(now time.Time) {
 	for _, client := range s.resting.clients() {
-		if !s.due(now, s.resting.until[client]) {
+		if s.clientRests(now, client) {
+			s.wakeBy(s.resting.until[client])
 			continue
 		}
 		jobs := s.resting.parked[client]

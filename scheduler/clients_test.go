@@ -480,15 +480,16 @@ func TestACloudSlotIsRefusedWhenItsServerIsUnhealthyOrDrained(t *testing.T) {
 	f.requireRefused(f.ask("other", 100), Draining)
 }
 
-func TestTheClientOfACloudSlotRestsToo(t *testing.T) {
-	f := given(t, 16384, inTheSky("sky"))
+func TestACloudSlotLetsNoClientRest(t *testing.T) {
+	f := given(t, 16384, inTheSky("sky"), lazyServer("v", 10000))
 	f.reconfigure(restful)
-	f.requireRunning(f.of("a", "sky"))
-	h := f.of("a", "sky")
-	f.advance(13*time.Second - 1)
-	f.requireWaiting(h)
-	f.advance(1)
+	f.requireRunning(f.of("a", "sky"), f.of("a", "sky"))
+	h := f.of("a", "v") // nor does it count as a start elsewhere
 	f.requireRunning(h)
+	f.requireRunning(f.of("a", "sky"))
+	f.release(h)
+	f.requireWaiting(f.of("a", "v"))
+	f.requireRunning(f.of("a", "sky"))
 }
 
 func TestACloudSlotNeedsNoTelemetry(t *testing.T) {

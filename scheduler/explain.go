@@ -2,6 +2,7 @@ package scheduler
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
@@ -129,11 +130,13 @@ func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 		out.Reason = fmt.Sprintf("%s, which is overdue, takes memory before it", r.cfg.Name)
 		return
 	}
-	if why := s.holdUp(now, t); why != "" {
+	fits := s.fits(t)
+	moves := slices.ContainsFunc(t.on, func(h *holding) bool { return s.transition(h.card) != nil })
+	if why := s.holdUp(now, t); why != "" && (fits || moves) { // else who is to make room for it is told to at once
 		out.Reason = "it " + why
 		return
 	}
-	if fits := s.fits(t); fits && t.cfg.lazy() && !s.mayEnter(t) {
+	if fits && t.cfg.lazy() && !s.mayEnter(t) {
 		out.Reason = "it loads inside its first request, which waits for the lock of its GPU"
 		return
 	} else if fits {
@@ -167,7 +170,7 @@ func (s *State) reserver(now time.Time, t *slot) *slot {
 		if o.want.victim != nil || o.want.lock && s.overdue(now, o) {
 			return o
 		}
-		if could := s.able(func(v *slot) bool { return s.permitted(o, v) }); !s.fits(o) && s.fitsAfter(o, could...) && s.mayReserve(now, o, could) {
+		if could := s.able(func(v *slot) bool { return s.permitted(o, v) }); (!s.fits(o) || len(o.on) > 1 && s.holdUp(now, o) != "") && s.fitsAfter(o, could...) && s.mayReserve(now, o, could) {
 			return o
 		}
 	}

@@ -311,7 +311,7 @@ func (s *State) stopped(now time.Time, v *slot) {
 	case t != nil:
 		d.Kind = "evicted"
 		s.counts.Evictions++
-		v.evicted = t.queue.count > 0
+		v.evicted = true
 		t.want.extra = false
 		if t.want.victim == v {
 			t.want.victim = nil

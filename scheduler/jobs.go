@@ -65,11 +65,11 @@ func (s *State) full(waiting, bulk int, j *job) *Refusal {
 
 // free says whether a job could run at once.
 func (s *State) free(now time.Time, sl *slot, e *Submit) bool {
-	if sl == nil || s.waiting > 0 && !sl.cfg.Cloud || s.refusesNew(sl, e.Slot) != nil || s.clientRests(now, e.Client) {
+	if sl == nil || s.waiting > 0 && !sl.cfg.Cloud || s.refusesNew(sl, e.Slot) != nil {
 		return false
 	}
-	j := job{bulk: e.Priority >= s.cfg.ReservedBelow}
-	return s.open(sl, &j) && s.lockFree(sl)
+	j := job{slot: sl, client: e.Client, bulk: e.Priority >= s.cfg.ReservedBelow}
+	return !s.rests(now, &j) && s.open(sl, &j) && s.lockFree(sl)
 }
 
 // refusesNew says why a job for a slot can't even be taken in.
@@ -464,7 +464,11 @@ func (s *State) sweep(now time.Time) {
 	}
 	for _, client := range s.resting.clients() {
 		for _, j := range slices.Clone(s.resting.parked[client]) {
-			if r := s.drained(j.slot); r != nil {
+			r := s.drained(j.slot)
+			if r == nil {
+				r = s.refusesSlot(j.slot)
+			}
+			if r != nil {
 				s.refuse(now, j, r)
 			}
 		}

@@ -227,7 +227,7 @@ func (s *State) sample(now time.Time, e Sampled) {
 		s.follow(c)
 	}
 	slices.SortFunc(s.gpus, func(a, b *card) int { return a.Index - b.Index })
-	if s.waiting > 0 || s.unsettled() {
+	if s.waiting > 0 || s.unsettled() || s.lending || len(s.cfg.Restore) > 0 { // a lent GPU may have another index, one that is idle more memory
 		s.pump(now)
 	}
 }

@@ -58,7 +58,7 @@ func (s *State) admitOne(now time.Time) bool {
 
 func (s *State) admitHead(now time.Time, sl *slot) {
 	j := sl.queue.head()
-	if sl.cfg.lazy() && sl.started == 0 && sl.state == Ready && !sl.settled && s.cfg.Mode == Evicting {
+	if sl.cfg.lazy() && !sl.cfg.Cloud && sl.started == 0 && sl.state == Ready && !sl.settled && s.cfg.Mode == Evicting {
 		sl.first, sl.warming = j.id, true
 	}
 	s.start(now, j)
@@ -240,6 +240,9 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 				return true
 			}
 			t.why = "waits for the load or unload of " + o.cfg.Name
+			if len(t.on) > 1 { // else nobody takes anything meanwhile
+				s.reserveOverdue(now, t)
+			}
 			return false
 		}
 	}
@@ -283,6 +286,9 @@ func (s *State) begin(now time.Time, t *slot) bool {
 	t.want.blocked = time.Time{}
 	if why := s.holdUp(now, t); why != "" {
 		t.why = why
+		if len(t.on) > 1 {
+			s.reserveOverdue(now, t)
+		}
 		return false
 	}
 	if t.cfg.lazy() && !s.mayEnter(t) {
@@ -339,6 +345,14 @@ func (s *State) reserve(t *slot) {
 			c.reserved = t
 		}
 	})
+}
+
+// reserveOverdue keeps the other GPUs of a target free while it waits for something on one of them.
+func (s *State) reserveOverdue(now time.Time, t *slot) {
+	could := s.able(func(v *slot) bool { return s.permitted(t, v) })
+	if s.fitsAfter(t, could...) && s.mayReserve(now, t, could) {
+		s.reserve(t)
+	}
 }
 
 // permitted says whether v may ever be unloaded for t, whatever it does now (spec §3.2).

@@ -26,6 +26,9 @@ type rulesCheck struct {
 type departures struct{ from, last time.Time }
 
 func (c *rulesCheck) before(w *world, e Event) {
+	if w.s.cfg.Mode == Passthrough { // nobody rests there
+		clear(c.rests)
+	}
 	if c.pins == nil {
 		c.pins, c.lent, c.rests = map[string]bool{}, map[int]time.Time{}, map[string]time.Time{}
 		c.kept, c.warm, c.credits, c.waited = map[*slot]time.Time{}, map[*slot]time.Duration{}, map[*slot]*departures{}, map[*slot]int{}
@@ -166,7 +169,7 @@ func bound(cfg Config, t *slot) time.Duration {
 // admitted checks who may run: whose client has rested, on no lent GPU, and not in a place that is kept for others.
 func (c *rulesCheck) admitted(k *checker, j *simJob, sl *slot) {
 	w, cfg := k.w, k.w.s.cfg
-	if cfg.Mode == Passthrough {
+	if cfg.Mode == Passthrough || sl.cfg.Cloud { // nobody rests there
 		return
 	}
 	if client := j.asked.Client; client != "" {
@@ -176,9 +179,6 @@ func (c *rulesCheck) admitted(k *checker, j *simJob, sl *slot) {
 		if d := max(cfg.ClientCooldown, j.asked.Cooldown); d > 0 {
 			c.rests[client] = w.now.Add(d)
 		}
-	}
-	if sl.cfg.Cloud {
-		return
 	}
 	if cfg.Mode == Evicting && c.isLent(w, sl) {
 		w.fail("a job starts on %s, whose GPU is lent", sl.cfg.Name)
@@ -198,6 +198,9 @@ func (c *rulesCheck) admitted(k *checker, j *simJob, sl *slot) {
 
 // restsUntil is when the first client has rested, if all who wait do so for that.
 func (c *rulesCheck) restsUntil(w *world) (end time.Time) {
+	if w.s.waiting == 0 {
+		return time.Time{}
+	}
 	for _, sl := range w.s.slots {
 		if sl.queue.count > 0 {
 			return time.Time{}
@@ -245,12 +248,12 @@ func (c *rulesCheck) loads(k *checker, t *slot) {
 		}
 	}
 	if t.queue.count+t.parked == 0 && t.active == 0 {
-		c.restores(k, t)
+		c.restores(k, t, true)
 	}
 }
 
 // restores checks a load that nobody asks for, or an unload for it.
-func (c *rulesCheck) restores(k *checker, t *slot) {
+func (c *rulesCheck) restores(k *checker, t *slot, idle bool) {
 	w := k.w
 	i := slices.IndexFunc(w.s.cfg.Restore, func(r Restore) bool { return r.Slot == t.cfg.Name })
 	if i < 0 {
@@ -263,7 +266,7 @@ func (c *rulesCheck) restores(k *checker, t *slot) {
 		if o.busy() || o.queue.count > 0 {
 			w.fail("%s is restored while %s has jobs on its GPU", t.cfg.Name, o.cfg.Name)
 		}
-		if since := k.idle.since[o]; o.state == Ready && w.now.Before(since.Add(w.s.cfg.Restore[i].After)) {
+		if since := k.idle.since[o]; idle && o.state == Ready && w.now.Before(since.Add(w.s.cfg.Restore[i].After)) {
 			w.fail("%s is restored %s after %s was in use on its GPU", t.cfg.Name, w.now.Sub(since), o.cfg.Name)
 		}
 	}
@@ -281,7 +284,7 @@ func (c *rulesCheck) unloads(k *checker, v *slot) {
 	switch {
 	case t == nil || v.stop.flush || t.parked > 0: // their client may have started another job in the same step
 	case v.gate.restores:
-		c.restores(k, t)
+		c.restores(k, t, false) // another may have been restored since it began
 	case w.s.cfg.VictimLower && v.used() && v.lastPrio <= t.queue.first().priority:
 		w.fail("%s was last used at priority %d, and is unloaded for one of %d", v.cfg.Name, v.lastPrio, t.queue.first().priority)
 	}
@@ -362,7 +365,7 @@ func (c *rulesCheck) told(k *checker, effects []Effect) {
 		return
 	}
 	w := k.w
-	if sl := w.s.named[x.Slot]; w.s.cfg.VictimLower && k.was[sl].gate.closed { // the request itself may be what keeps it from going
+	if k.was[w.s.named[x.Slot]].gate.closed { // the request itself may be what opens it
 		return
 	}
 	has := func(f func(f Effect) bool) bool { return slices.ContainsFunc(effects, f) }

@@ -361,6 +361,7 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 		}
 		sl.gate = gate{}
 		s.place(sl) // the configuration may have moved it while it was loaded
+		sl.lent = s.cfg.Mode == Evicting && s.lentOn(now, sl)
 	}
 }
 
