@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"time"
 
@@ -22,7 +23,8 @@ var themes = []struct {
 	{"calm", []string{"look"}},
 	{"memory", []string{"outsider", "outsider", "telemetry", "gpu"}},
 	{"by hand", []string{"load", "unload", "drain", "drain all", "good reload", "look"}},
-	{"all", []string{"good reload", "bad reload", "kill", "fault", "fault", "outsider", "telemetry", "gpu", "load", "unload", "drain", "drain all", "look"}},
+	{"queue", []string{"lend", "pin", "guard", "guard", "explain", "good reload", "look"}},
+	{"all", []string{"good reload", "bad reload", "kill", "fault", "fault", "outsider", "telemetry", "gpu", "load", "unload", "drain", "drain all", "lend", "pin", "guard", "look"}},
 }
 
 // themeLasts is how long each of them does.
@@ -65,10 +67,18 @@ func soakActs() map[string]func(k *soak, ctx context.Context, dice *rand.Rand) {
 			k.drain(ctx, dice, soakNames[dice.IntN(len(soakNames))])
 		},
 		"drain all": func(k *soak, ctx context.Context, dice *rand.Rand) { k.drain(ctx, dice, "") },
+		"lend":      (*soak).lend,
+		"pin":       (*soak).pinByHand,
+		"guard":     (*soak).guard,
+		"explain":   (*soak).explain,
 	}
 }
 
-var soakNames = []string{"text", "voice", "lazy", "llm", "image", "embed", "pinned", "guest"}
+// soakNames are the consumers with a place on the GPU; soakServers all that there are.
+var (
+	soakNames   = []string{"text", "voice", "lazy", "llm", "image", "embed", "pinned", "guest"}
+	soakServers = append(slices.Clone(soakNames), "sky")
+)
 
 // lasting does something in the background for a while and undoes it, unless the subject has trouble already.
 func (k *soak) lasting(ctx context.Context, subject string, d time.Duration, begin func() (end func())) {
@@ -92,7 +102,7 @@ func someTime(dice *rand.Rand, from, to time.Duration) time.Duration {
 }
 
 func (k *soak) kill(ctx context.Context, dice *rand.Rand) {
-	name := soakNames[dice.IntN(len(soakNames))]
+	name := soakServers[dice.IntN(len(soakServers))]
 	srv := k.servers[name]
 	k.lasting(ctx, name, someTime(dice, 50*time.Millisecond, 1500*time.Millisecond), func() func() {
 		end := k.spells.begin(spellServer, name, "killed")
@@ -140,7 +150,7 @@ var soakFaults = []struct {
 }
 
 func (k *soak) fault(ctx context.Context, dice *rand.Rand) {
-	name := soakNames[dice.IntN(len(soakNames))]
+	name := soakServers[dice.IntN(len(soakServers))]
 	fault := soakFaults[dice.IntN(len(soakFaults))]
 	srv := k.servers[name]
 	k.lasting(ctx, name, someTime(dice, fault.most/4, fault.most), func() func() {
@@ -240,6 +250,85 @@ func (k *soak) adminPost(path string) (int, string) {
 	return k.admin0("POST", path, "", nil)
 }
 
+// lend lends the GPU for a second, or for as long as it is wanted.
+func (k *soak) lend(ctx context.Context, dice *rand.Rand) {
+	early := dice.IntN(2) == 0
+	k.lasting(ctx, "lend", someTime(dice, 600*time.Millisecond, 900*time.Millisecond), func() func() {
+		sent := time.Now()
+		k.rec.count("chaos", "lend")
+		if status, body := k.adminPost("/gpu_broker/lend?for=1s"); status != 200 {
+			k.rec.violation("lend: %d %s", status, body)
+		}
+		end := k.spells.begin(spellLent, "", "for 1s")
+		over := time.AfterFunc(time.Until(sent.Add(950*time.Millisecond)), end)
+		return func() {
+			if over.Stop() {
+				end()
+			}
+			if early {
+				k.returned()
+			}
+		}
+	})
+}
+
+// returned ends a lend.
+func (k *soak) returned() {
+	if status, body := k.adminPost("/gpu_broker/lend?for=0"); status != 200 {
+		k.rec.violation("lend for 0: %d %s", status, body)
+	}
+}
+
+// pinByHand pins a consumer for a while that no configuration pins.
+func (k *soak) pinByHand(ctx context.Context, dice *rand.Rand) {
+	name := []string{"voice", "embed"}[dice.IntN(2)]
+	k.lasting(ctx, "pin", someTime(dice, 500*time.Millisecond, 2*time.Second), func() func() {
+		end := k.spells.begin(spellPin, name, "pinned by hand")
+		k.rec.count("chaos", "pin")
+		k.adminAct("/gpu_broker/consumers/" + name + "/pin")
+		loosen := k.spells.begin(spellPinned, name, "")
+		return func() {
+			loosen()
+			k.adminAct("/gpu_broker/consumers/" + name + "/unpin")
+			end()
+		}
+	})
+}
+
+// guard keeps requests from the cloud for a while.
+func (k *soak) guard(ctx context.Context, dice *rand.Rand) {
+	k.lasting(ctx, "guard", someTime(dice, 500*time.Millisecond, 3*time.Second), func() func() {
+		k.rec.count("chaos", "guard")
+		k.allowCloud(false)
+		end := k.spells.begin(spellGuard, "", "no cloud")
+		return func() {
+			end()
+			k.allowCloud(true)
+		}
+	})
+}
+
+func (k *soak) allowCloud(yes bool) {
+	k.adminTurn.RLock()
+	defer k.adminTurn.RUnlock()
+	status, body := k.admin0("PUT", "/gpu_broker/config", "application/json", strings.NewReader(fmt.Sprintf(`{"allowCloudFallback": %t}`, yes)))
+	if status != 200 || !strings.Contains(body, fmt.Sprintf(`"allowCloudFallback":%t`, yes)) {
+		k.rec.violation("PUT config %t: %d %s", yes, status, body)
+	}
+}
+
+// explain asks what would happen, which must have no effect that anybody could see.
+func (k *soak) explain(_ context.Context, dice *rand.Rand) {
+	name := soakServers[dice.IntN(len(soakServers))]
+	k.adminTurn.RLock()
+	defer k.adminTurn.RUnlock()
+	status, body := k.admin0("GET", fmt.Sprintf("/gpu_broker/explain?consumer=%s&priority=%d", name, dice.IntN(200)), "", nil)
+	if status != 200 && !(status == 404 && name == "guest") || status == 200 && !strings.Contains(body, `"reason"`) {
+		k.rec.violation("explain %s: %d %s", name, status, body)
+	}
+	k.rec.count("chaos", "explain")
+}
+
 // lookByAdmin scrapes.
 func (k *soak) lookByAdmin(_ context.Context, dice *rand.Rand) {
 	k.adminTurn.RLock()
@@ -254,7 +343,7 @@ func (k *soak) lookByAdmin(_ context.Context, dice *rand.Rand) {
 func (k *soak) goodReload(_ context.Context, dice *rand.Rand) {
 	next := k.settings()
 	next.edit++
-	switch dice.IntN(6) {
+	switch dice.IntN(12) {
 	case 0:
 		next.concurrency = 6 - next.concurrency
 	case 1:
@@ -265,6 +354,18 @@ func (k *soak) goodReload(_ context.Context, dice *rand.Rand) {
 		next.pin = !next.pin
 	case 4:
 		next.guest = !next.guest
+	case 5:
+		next.cooldown = !next.cooldown
+	case 6:
+		next.heartbeat = !next.heartbeat
+	case 7:
+		next.ladder = !next.ladder
+	case 8:
+		next.alias = !next.alias
+	case 9:
+		next.reserved = !next.reserved
+	case 10:
+		next.log = 1 - next.log
 	}
 	k.reloadTo(next)
 }

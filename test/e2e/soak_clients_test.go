@@ -27,6 +27,7 @@ import (
 type soaker struct {
 	k    *soak
 	kind string
+	name string // as its requests tell
 	http *http.Client
 	rng  *rand.Rand
 
@@ -41,11 +42,21 @@ type soaker struct {
 type asked struct {
 	kind, consumer, id, path string
 	method                   string
+	header                   map[string]string
 	body                     io.Reader
 	size                     int64 // of the body; -1: not told
 	cheap                    bool  // it needs no GPU
 	read                     func(io.Reader) ([]byte, error)
 
+	may     []string // who else may answer, by its ladder
+	byModel bool     // its route finds out who is meant
+	alias   string   // by which that is asked for
+	wants   string   // the code by which it must be refused
+	own     bool     // the broker itself answers
+	beats   bool     // comments may come before its answer
+
+	by          string    // who has answered
+	heard       string    // the last of the comments
 	began, sent time.Time // sent: when the body was read to its end, or the request began
 	leaves      bool      // its client may leave
 	gone        bool      // its time was up when its answer came
@@ -63,23 +74,29 @@ var kindsOfClient = []struct {
 	pause time.Duration
 	act   func(c *soaker, ctx context.Context)
 }{
-	{"plain", 10, 250 * time.Millisecond, (*soaker).plain},
-	{"stream", 6, 400 * time.Millisecond, (*soaker).stream},
+	{"plain", 7, 350 * time.Millisecond, (*soaker).plain},
+	{"stream", 4, 500 * time.Millisecond, (*soaker).stream},
 	{"slow reader", 3, 900 * time.Millisecond, (*soaker).slowReader},
-	{"leaver", 6, 300 * time.Millisecond, (*soaker).leaver},
-	{"uploader", 5, 500 * time.Millisecond, (*soaker).uploader},
+	{"leaver", 5, 400 * time.Millisecond, (*soaker).leaver},
+	{"uploader", 4, 500 * time.Millisecond, (*soaker).uploader},
 	{"cheap", 3, 200 * time.Millisecond, (*soaker).cheap},
 	{"chat", 4, 400 * time.Millisecond, (*soaker).chat},
 	{"image", 3, 500 * time.Millisecond, (*soaker).image},
 	{"websocket", 2, 300 * time.Millisecond, (*soaker).websocket},
 	{"too large", 1, 900 * time.Millisecond, (*soaker).tooLarge},
+	{"by model", 5, 500 * time.Millisecond, (*soaker).named},
+	{"urgent", 4, 600 * time.Millisecond, (*soaker).urgent},
+	{"listener", 4, 600 * time.Millisecond, (*soaker).listener},
+	{"ladder", 4, 600 * time.Millisecond, (*soaker).ladder},
+	{"cloud", 1, 500 * time.Millisecond, (*soaker).cloud},
+	{"in vain", 1, 300 * time.Millisecond, (*soaker).inVain},
 }
 
 // plainConsumers are those with /proof, likelier ones more than once.
 var plainConsumers = []string{"text", "text", "text", "voice", "voice", "lazy", "embed", "embed", "pinned", "guest"}
 
 func (k *soak) newSoaker(kind string, n int) *soaker {
-	c := &soaker{k: k, kind: kind, http: k.newClient(), rng: rand.New(rand.NewPCG(uint64(k.seed), uint64(n)))}
+	c := &soaker{k: k, kind: kind, name: fmt.Sprintf("c%d", n%12), http: k.newClient(), rng: rand.New(rand.NewPCG(uint64(k.seed), uint64(n)))}
 	c.http.Timeout = 0
 	if n%2 == 1 && kind != "too large" || kind == "websocket" { // HTTP/1.1
 		tr := c.http.Transport.(*http.Transport)
@@ -139,6 +156,10 @@ func (c *soaker) send(ctx context.Context, a *asked) *asked {
 		req.ContentLength = a.size
 	}
 	req.Header.Set("X-Tag", a.id)
+	req.Header.Set("X-Client", c.name)
+	for name, value := range a.header {
+		req.Header.Set(name, value)
+	}
 	req = req.WithContext(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{GotConn: func(info httptrace.GotConnInfo) { a.conn, a.connSince = c.connection(info) }}))
 	a.began = time.Now()
 	a.sent = a.began
@@ -244,6 +265,9 @@ func (c *soaker) leaver(context.Context) {
 		a.body, a.size = strings.NewReader(body), int64(len(body))
 		want = modelserver.ProofBytes(a.consumer, a.id, []byte(body), 0)
 	}
+	if c.rng.IntN(3) == 0 { // while comments come
+		a, want = c.listen("model", c.pick(plainConsumers), 20)
+	}
 	a.leaves = true
 	c.send(ctx, a)
 	a.gone = ctx.Err() != nil
@@ -296,10 +320,13 @@ func (c *soaker) cheap(context.Context) {
 	consumer := c.pick(plainConsumers)
 	var a *asked
 	var want []byte
-	switch c.rng.IntN(3) {
+	switch c.rng.IntN(4) {
 	case 0:
-		a = c.ask(consumer, "HEAD", "/proof")
+		c.lists()
+		return
 	case 1:
+		a = c.ask(consumer, "HEAD", "/proof")
+	case 2:
 		a = c.ask(consumer, "OPTIONS", "/proof")
 	default:
 		size := c.about(60_000)
@@ -322,11 +349,18 @@ func (c *soaker) tooLarge(context.Context) {
 func (c *soaker) chat(context.Context) {
 	words, streams := c.about(10), c.rng.IntN(3) > 0
 	var a *asked
+	ask := c.ask
 	if c.rng.IntN(2) == 0 {
-		a = c.ask("llm", "POST", "/api/generate", "ms", c.about(80))
+		ask = func(consumer, method, path string, query ...any) *asked {
+			return c.askModel("model", consumer, method, path, query...)
+		}
+	}
+	if c.rng.IntN(2) == 0 {
+		a = ask("llm", "POST", "/api/generate", "ms", c.about(80))
 		a.body = strings.NewReader(fmt.Sprintf(`{"model":%q,"prompt":"hi","stream":%t,"options":{"num_predict":%d}}`, chatModel, streams, words))
 	} else {
-		a = c.ask("llm", "POST", "/v1/chat/completions", "ms", c.about(80))
+		a = ask("llm", "POST", "/v1/chat/completions", "ms", c.about(80))
+		a.beats = a.byModel && streams
 		a.body = strings.NewReader(fmt.Sprintf(`{"model":%q,"messages":[{"role":"user","content":"hi"}],"stream":%t,"max_tokens":%d}`, chatModel, streams, words))
 	}
 	c.send(c.k.hard, a)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -28,6 +29,10 @@ func (k *soak) judge(a *asked, wrong func(body []byte) string) bool {
 	outcome := k.outcome(a, wrong)
 	k.rec.count("outcome", outcome)
 	k.rec.count("kind", a.kind)
+	k.log.expect(a, outcome)
+	if len(a.may) > 0 {
+		k.rec.count("ladder", outcome+" "+a.by)
+	}
 	return outcome == served
 }
 
@@ -45,7 +50,8 @@ const (
 
 func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 	got := a.got
-	disturbed := k.disturbed(a.consumer, a.began, got.at)
+	a.by = a.consumer
+	disturbed := k.disturbedAny(a)
 	switch {
 	case got.err != nil && a.leaves && errors.Is(got.err, context.DeadlineExceeded) && got.took < answerWithin:
 		k.spells.begin(spellLeft, a.consumer, a.id)()
@@ -65,8 +71,14 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 		}
 		return k.wrong(a, "cut after %d bytes: %v", len(got.body), got.err)
 	}
+	if strings.HasPrefix(string(got.body), ": ") && got.header.Get("Content-Type") == "text/event-stream" {
+		return k.afterComments(a, wrong)
+	}
 	if doc, ok := refusalOf(got.body); ok {
 		return k.refusal(a, doc)
+	}
+	if a.own && got.status == 200 && wrong(got.body) == "" {
+		return served
 	}
 	if got.status == 404 && (string(got.body) == noRoute || a.method == "HEAD") {
 		if k.maybeGone(a) {
@@ -76,16 +88,17 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 	}
 	by := got.header.Get("X-Modelserver")
 	switch {
-	case by != "" && by != a.consumer:
+	case by != "" && !k.mayAnswer(a, by):
 		return k.wrong(a, "the answer is %s's", by)
 	case got.status >= 400 && (disturbed || k.scarce(a.began, got.at)) && (by != "" || a.cheap):
 		return ownError
 	case got.status >= 400 || got.status < 200 || by == "":
 		return k.wrong(a, "status %d from %q: %.200q", got.status, by, got.body)
 	}
-	if !a.cheap && got.header.Get("X-Gpu-Broker-Consumer") != a.consumer {
-		return k.wrong(a, "X-GPU-Broker-Consumer is %q", got.header.Get("X-Gpu-Broker-Consumer"))
+	if !a.cheap && got.header.Get("X-Gpu-Broker-Consumer") != by {
+		return k.wrong(a, "X-GPU-Broker-Consumer is %q, the answer is %s's", got.header.Get("X-Gpu-Broker-Consumer"), by)
 	}
+	a.by = by
 	if why := wrong(got.body); why != "" {
 		return k.wrong(a, "%s", why)
 	}
@@ -93,7 +106,8 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 		return k.wrong(a, "needs no GPU and took %s", got.took)
 	}
 	if !a.cheap {
-		k.rec.waited(waitOf(got))
+		k.rec.waited(waitOf(got.header.Get("Server-Timing")))
+		k.rec.count("served by", by)
 	}
 	return served
 }
@@ -101,14 +115,19 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 // refusal checks an error document of the broker's, and that something explains its code.
 func (k *soak) refusal(a *asked, doc refusalDocument) string {
 	k.rec.count("code", doc.Code)
-	k.rec.count("code of "+a.consumer, doc.Code)
+	k.rec.count("code of "+doc.Consumer, doc.Code)
 	got := a.got
+	a.by = doc.Consumer
 	after, _ := strconv.Atoi(got.header.Get("Retry-After"))
 	switch {
-	case refusalStatus[doc.Code] == 0 || refusalStatus[doc.Code] != got.status:
+	case refusalStatus[doc.Code] == 0 || refusalStatus[doc.Code] != got.status && a.heard == "":
 		return k.wrong(a, "code %q with status %d", doc.Code, got.status)
-	case doc.Consumer != a.consumer || doc.Message == "" || !strings.HasPrefix(got.header.Get("Content-Type"), "application/json"):
+	case a.wants != "" && (doc.Code != a.wants || got.took > slowly(3*time.Second)):
+		return k.wrong(a, "wanted %s at once, got %s after %s: %s", a.wants, doc.Code, got.took, doc.Message)
+	case !k.mayAnswer(a, doc.Consumer) && !(doc.Consumer == "" && a.byModel && slices.Contains(beforeTheQueue, doc.Code)) || doc.Message == "" || a.heard == "" && !strings.HasPrefix(got.header.Get("Content-Type"), "application/json"):
 		return k.wrong(a, "an error document that is none: %s", got.body)
+	case refusalStatus[doc.Code] == 503 && (after < 1 && a.heard == "" || doc.RetryAfter < 1 || doc.RetryAfter > 60):
+		return k.wrong(a, "%s with Retry-After %q and retry_after %d", doc.Code, got.header.Get("Retry-After"), doc.RetryAfter)
 	case got.status == 503 && (after < 1 || after > 60 || after != doc.RetryAfter):
 		return k.wrong(a, "%s with Retry-After %q and retry_after %d", doc.Code, got.header.Get("Retry-After"), doc.RetryAfter)
 	case got.at.Sub(a.sent) > soakBudget+slowly(3*time.Second) && doc.Code != "server_died":
@@ -125,24 +144,26 @@ func (k *soak) explained(a *asked, code string) bool {
 		return k.spells.between(a.began, a.got.at, slowly(slack), kind, on)
 	}
 	switch code {
+	case a.wants:
+		return true
 	case "body_too_large":
 		return a.kind == "too large"
 	case "budget_exceeded", "queue_full": // there is more to do than can be done
 		return true
 	case "unhealthy": // a ComfyUI that has lost its GPU is
-		return lay(2*time.Second, spellServer, a.consumer) || lay(5*time.Second, spellGPU, "")
+		return lay(2*time.Second, spellServer, a.by) || lay(5*time.Second, spellGPU, "")
 	case "unknown_model": // by the handler of an old configuration
-		return k.maybeGone(a)
+		return k.maybeGone(a) || a.alias == sometimes && k.maybeRuled(a, func(s settings) bool { return !s.alias })
 	case "server_died":
-		return lay(2*time.Second, spellServer, a.consumer)
+		return lay(2*time.Second, spellServer, a.by)
 	case "not_running":
 		return lay(2*time.Second, spellReload, "") || k.maybeGone(a)
 	case "draining":
-		return lay(time.Second, spellDrain, a.consumer)
+		return lay(time.Second, spellDrain, a.by)
 	case "gpu_lost":
 		return lay(5*time.Second, spellGPU, "")
 	case "load_failed": // and a while after: it cools down
-		return lay(65*time.Second, spellServer, a.consumer) || lay(65*time.Second, spellMemory, "") || lay(65*time.Second, spellGPU, "") || lay(65*time.Second, spellTelemetry, "")
+		return lay(65*time.Second, spellServer, a.by) || lay(65*time.Second, spellMemory, "") || lay(65*time.Second, spellGPU, "") || lay(65*time.Second, spellTelemetry, "")
 	case "vram_exhausted": // memory that outsiders or lying servers keep
 		return lay(15*time.Second, spellServer, "") || lay(15*time.Second, spellMemory, "") || lay(15*time.Second, spellTelemetry, "") || lay(15*time.Second, spellGPU, "")
 	}
@@ -153,11 +174,37 @@ func (k *soak) explained(a *asked, code string) bool {
 // the consumer. An HTTP/2 connection whose handshake ends while its server is
 // already shutting down is never told to go away, by net/http, and stays with its configuration for its whole life.
 func (k *soak) maybeGone(a *asked) bool {
-	from := a.began
-	if a.connSince.Before(from) && !a.connSince.IsZero() {
-		from = a.connSince
+	return k.spells.between(a.since(), a.got.at, oldConnections, spellGone, a.consumer)
+}
+
+// maybeRuled says whether the configuration that answered may be such a one.
+func (k *soak) maybeRuled(a *asked, match func(settings) bool) bool {
+	return slices.ContainsFunc(k.ruled(a.since().Add(-oldConnections)), match)
+}
+
+// since is when its connection was used first, or it began.
+func (a *asked) since() time.Time {
+	if a.connSince.Before(a.began) && !a.connSince.IsZero() {
+		return a.connSince
 	}
-	return k.spells.between(from, a.got.at, oldConnections, spellGone, a.consumer)
+	return a.began
+}
+
+// mayAnswer says whether a consumer may answer a request: the one that it was sent
+// to, or one of its ladder, while there is a ladder. Past a guard that held for the whole request nothing goes to the cloud.
+func (k *soak) mayAnswer(a *asked, by string) bool {
+	switch {
+	case by == a.consumer:
+		return true
+	case !slices.Contains(a.may, by) || !k.maybeRuled(a, func(s settings) bool { return s.ladder }):
+		return false
+	}
+	return by != "sky" || !k.spells.covers(a.began, a.got.at, spellGuard, "")
+}
+
+// disturbedAny says whether a server that may answer a request was made to fail while it was asked.
+func (k *soak) disturbedAny(a *asked) bool {
+	return slices.ContainsFunc(append([]string{a.consumer}, a.may...), func(name string) bool { return k.disturbed(name, a.began, a.got.at) })
 }
 
 // disturbed says whether a consumer's server was made to fail in a time.
@@ -195,9 +242,9 @@ func closedIdle(err error) bool {
 }
 
 // waitOf is how long a request waited, by the answer's own word.
-func waitOf(a answer) time.Duration {
+func waitOf(timing string) time.Duration {
 	var queued, loading float64
-	_, _ = fmt.Sscanf(a.header.Get("Server-Timing"), "gpu-queue;dur=%f, gpu-load;dur=%f", &queued, &loading)
+	_, _ = fmt.Sscanf(timing, "gpu-queue;dur=%f, gpu-load;dur=%f", &queued, &loading)
 	return time.Duration((queued + loading) * float64(time.Millisecond))
 }
 
@@ -233,10 +280,14 @@ func (k *soak) lookAtWork(name string, srv *modelserver.Server) {
 			continue
 		}
 		k.seenEvent[name] = e.Seq
+		if e.Kind == modelserver.EventWorkStart && e.Tag != "" && name != "sky" && name != "image" &&
+			k.spells.covers(e.At.Add(-slowly(600*time.Millisecond)), e.At, spellLent, "") && !k.disturbed(name, e.At.Add(-2*time.Second), e.At) {
+			k.rec.violation("%s began to work on %s while its GPU was lent", name, e.Tag)
+		}
 		if e.Kind != modelserver.EventWorkEnd || e.Tag == "" {
 			continue
 		}
-		if !strings.HasPrefix(e.Tag, name+"-") {
+		if whose, _, _ := strings.Cut(e.Tag, "-"); !slices.Contains(strings.Split(whose, ladderSign), name) {
 			k.rec.violation("%s worked on %s, which is another's", name, e.Tag)
 		}
 		if k.worked[e.Tag] {

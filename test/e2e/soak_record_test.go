@@ -125,6 +125,10 @@ const (
 	spellDrain     = "drain"     // on a consumer, or on all ("")
 	spellGone      = "gone"      // a consumer is not configured
 	spellLeft      = "left"      // a client of a consumer has left
+	spellLent      = "lent"      // the GPU is, for certain
+	spellGuard     = "guard"     // nothing may go to the cloud by a ladder
+	spellPin       = "pin"       // somebody pins a consumer, or it is pinned
+	spellPinned    = "pinned"    // … is pinned for certain
 )
 
 // spell is a time in which something is wrong on purpose.
@@ -159,6 +163,18 @@ func (w *spells) between(from, to time.Time, slack time.Duration, kind, on strin
 	defer w.mu.Unlock()
 	for _, s := range w.all {
 		if s.kind == kind && (on == "" || s.on == "" || s.on == on) && !s.from.After(to) && (s.to.IsZero() || s.to.Add(slack).After(from)) {
+			return true
+		}
+	}
+	return false
+}
+
+// covers says whether a spell of a kind lasted for a whole time.
+func (w *spells) covers(from, to time.Time, kind, on string) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, s := range w.all {
+		if s.kind == kind && s.on == on && s.from.Before(from) && (s.to.IsZero() || s.to.After(to)) {
 			return true
 		}
 	}

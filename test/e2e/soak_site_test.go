@@ -70,7 +70,7 @@ handle {
 
 // What the queue of the soak takes: so many, and so many of no urgency.
 const (
-	soakQueue = 30
+	soakQueue = 36
 	soakKept  = 6
 	soakBulk  = 50 // from this priority on
 )
@@ -78,10 +78,13 @@ const (
 // soakLayout is a card of 24 GiB and servers of 45 GiB, in all manners; and one that runs elsewhere.
 func soakLayout(sky string) layout {
 	server := func(name string, vram float64, load time.Duration, lines ...string) consumer {
+		if names := soakNamesOf[name]; len(names) > 1 {
+			lines = append(lines, "alias "+strings.Join(names[1:], " "))
+		}
 		return consumer{
 			Options: modelserver.Options{Name: name, VRAM: gib(vram), Residue: 256 * gpu.MiB, LoadTime: load, LoadSteps: 3,
 				UnloadTime: load / 4, ReleaseDelay: 20 * time.Millisecond, RunTime: 20 * time.Millisecond},
-			Lines: strings.Join(append(lines, "alias "+strings.Join(soakNamesOf[name][1:], " "), "bypass GET /audio/*"), "\n"),
+			Lines: strings.Join(append(lines, "bypass GET /audio/*"), "\n"),
 			Route: soakClient,
 		}
 	}

@@ -75,7 +75,7 @@ func brief(st broker.Status) string {
 		fmt.Fprintf(&b, "            GPU: total %.2f, free %.2f, booked %.2f, outsiders %.2f, lock %q, %s, degraded %q; %d wait, %d run\n", gibs(g.Total), gibs(g.Free),
 			gibs(g.Booked), gibs(g.Outsiders), g.Lock, g.Health, st.Degraded, st.Scheduler.QueueDepth, st.Scheduler.InFlight)
 	}
-	for _, name := range soakNames {
+	for _, name := range soakServers {
 		c, ok := st.Consumers[name]
 		if !ok {
 			continue
@@ -127,7 +127,9 @@ func (k *soak) invariants(sent time.Time, before, now broker.Status) {
 	for name, c := range now.Consumers {
 		waiting, active = waiting+c.Waiting, active+c.Active
 		k.asConfigured(sent, name, c, bad)
+		k.keptByPin(name, before, now, bad)
 	}
+	k.queue(now, bad)
 	if waiting != now.Scheduler.QueueDepth || len(now.Queue) != min(100, waiting) {
 		bad("queue_depth is %d, %d wait, %d are listed", now.Scheduler.QueueDepth, waiting, len(now.Queue))
 	}
@@ -148,6 +150,50 @@ func (k *soak) invariants(sent time.Time, before, now broker.Status) {
 	}
 }
 
+// queue checks who waits: not more than may, in their order, and each with its own priority.
+func (k *soak) queue(now broker.Status, bad func(string, ...any)) {
+	bulk := 0
+	for i, w := range now.Queue {
+		if w.Position != i+1 {
+			bad("the waiter in place %d has position %d", i+1, w.Position)
+		}
+		if w.Priority >= soakBulk {
+			bulk++
+		}
+		if _, want, ok := strings.Cut(w.Client, urgentSign); ok && want != strconv.Itoa(w.Priority) {
+			bad("%s waits with priority %d", w.Client, w.Priority)
+		}
+	}
+	if len(now.Queue) > soakQueue || bulk > soakQueue-soakKept {
+		bad("%d wait, %d of no urgency", len(now.Queue), bulk)
+	}
+	for _, c := range now.Clients {
+		if strings.HasPrefix(c.Client, overruled) {
+			bad("a client is called %s", c.Client)
+		}
+	}
+	if len(now.Clients) > 256 {
+		bad("%d clients are remembered", len(now.Clients))
+	}
+	if a, b := now.Consumers["guest"], now.Consumers["lazy"]; a.Loaded && b.Loaded {
+		at := time.Now()
+		if !k.disturbed("guest", at.Add(-5*time.Second), at) && !k.disturbed("lazy", at.Add(-5*time.Second), at) {
+			bad("guest and lazy are loaded together")
+		}
+	}
+}
+
+// keptByPin checks that what was pinned by hand in time is not unloaded.
+func (k *soak) keptByPin(name string, before, now broker.Status, bad func(string, ...any)) {
+	was, ok := before.Consumers[name]
+	if !ok || was.Slots[0].State != "READY" || was.Slots[0].Gate != "open" || now.Consumers[name].Slots[0].State != "STOPPING" {
+		return
+	}
+	if at := time.Now(); k.spells.covers(at.Add(-slowly(500*time.Millisecond)), at, spellPinned, name) && !k.disturbed(name, at.Add(-2*time.Second), at) {
+		bad("%s is unloaded though it is pinned", name)
+	}
+}
+
 // card checks one GPU: bookings, lock, transitions.
 func (k *soak) card(sent time.Time, now broker.Status, g broker.GPU, bad func(string, ...any)) {
 	var moving, computing []string
@@ -159,7 +205,7 @@ func (k *soak) card(sent time.Time, now broker.Status, g broker.GPU, bad func(st
 				moving = append(moving, name)
 			}
 		}
-		if c.Active > 0 && name != "embed" { // it has lock none
+		if c.Active > 0 && name != "embed" && name != "sky" { // it has lock none, the other is elsewhere
 			computing = append(computing, name)
 		}
 	}
@@ -189,7 +235,7 @@ func (k *soak) asConfigured(sent time.Time, name string, c broker.Consumer, bad 
 	for _, conf := range k.ruled(sent.Add(-answerWithin)) { // what was let in stays in
 		limit["text"] = max(limit["text"], conf.concurrency)
 	}
-	if name != "image" && c.Active > limit[name] { // image is async
+	if name != "image" && name != "sky" && c.Active > limit[name] { // image is async, sky elsewhere
 		bad("%s has %d active, its concurrency is %d", name, c.Active, limit[name])
 	}
 	ruling := func(match func(settings) bool) bool { return slices.ContainsFunc(ruled, match) }
@@ -198,6 +244,8 @@ func (k *soak) asConfigured(sent time.Time, name string, c broker.Consumer, bad 
 		bad("the claim of voice is %s", gpu.Bytes(c.Slots[0].Claim))
 	case name == "pinned" && !ruling(func(s settings) bool { return s.pin == c.Pinned }):
 		bad("pinned: %t", c.Pinned)
+	case name != "pinned" && c.Pinned && !k.spells.between(sent, time.Now(), 0, spellPin, name):
+		bad("%s is pinned", name)
 	case name == "guest" && !c.Removed && !ruling(func(s settings) bool { return s.guest }):
 		bad("guest is there, and it was taken away")
 	}
