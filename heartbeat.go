@@ -25,6 +25,10 @@ const (
 	toldAnswer = 2 << 10  // bytes of it that are shown where it is no error of OpenAI's form
 )
 
+// stuckAfter is how long a client may leave a comment untaken. After that its connection
+// or stream is cut: it must not hold up a request that is admitted, nor the end of the process.
+const stuckAfter = 10 * time.Second
+
 // heart is the response writer of a request that waits for an event stream on
 // a route with `heartbeat`. While nothing of the answer has come it sends a comment line each interval, so that
 // clients, and what stands between, hold on.
@@ -49,7 +53,7 @@ type heart struct {
 	timing  string // of the wait, to be told before the answer
 
 	status int    // of the answer; 0: it has none yet
-	direct bool   // it is passed on whole: no comment came before it
+	direct bool   // it is passed on whole: no comment came before it, nor will
 	stream bool   // its body is passed on
 	passed bool   // some of it was
 	kept   []byte // of an answer that becomes an event
@@ -131,7 +135,7 @@ func (j *job) waits(r *http.Request) {
 func (h *heart) again(place func() broker.Place) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.place, h.timing, h.header = place, "", h.opening.Clone()
+	h.place, h.timing = place, ""
 }
 
 // admitted notes that the request waits for its server now, and how long it has waited before; empty: that is not told.
@@ -161,6 +165,10 @@ func (h *heart) comment() {
 			h.log.Error("a heartbeat could not be written", zap.Any("panic", fault), zap.Stack("stack"))
 		}
 	}()
+	cut := time.AfterFunc(stuckAfter, func() {
+		_ = http.NewResponseController(innermost(h.ResponseWriter)).SetWriteDeadline(time.Unix(1, 0))
+	})
+	defer cut.Stop()
 	if !h.begun {
 		h.begun = true
 		replace(h.ResponseWriter.Header(), h.opening)
@@ -192,11 +200,16 @@ func (h *heart) write(p []byte) error {
 	return http.NewResponseController(h.ResponseWriter).Flush()
 }
 
-// stop ends the comments and says whether there were any.
+// stop ends the comments and says whether there were any. If not, the headers
+// are the client's own from now on: somebody else may answer, such as the site's error routes.
 func (h *heart) stop() (begun bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.end()
+	if !h.begun && !h.direct {
+		replace(h.ResponseWriter.Header(), h.header)
+		h.direct = true
+	}
 	return h.begun
 }
 
@@ -231,6 +244,9 @@ func (h *heart) answer(status int) {
 	informs := status < 200 && status != http.StatusSwitchingProtocols
 	switch {
 	case h.direct:
+		if !informs {
+			h.status = status
+		}
 		h.ResponseWriter.WriteHeader(status)
 	case h.begun && (informs || h.status != 0):
 	case h.begun:

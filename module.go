@@ -144,8 +144,11 @@ func hash(parts ...[]byte) string {
 // Start hands this configuration in. It rules as soon as Caddy stops the one
 // before it, after all apps have started.
 func (a *App) Start() error {
-	active.Store(a.pool)
-	return a.pool.broker.Push(a.generation)
+	if err := a.pool.broker.Push(a.generation); err != nil {
+		return err
+	}
+	active.Store(a.pool) // not before: what is set on the admin endpoint must find what was stored
+	return nil
 }
 
 // errNotStarted says that a configuration did not come to rule in time.

@@ -43,7 +43,7 @@ type logEntry struct {
 }
 
 // requestLog writes requests that have ended to a file. It never lets one wait.
-// It outlives configurations: the file is that of the one that ruled when the request ended.
+// It outlives configurations: the file is that of the one that ruled when the request asked for its place.
 type requestLog struct {
 	start   sync.Once // of the writer, with the first request
 	stop    sync.Once

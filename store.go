@@ -25,17 +25,33 @@ const (
 	flagsName  = "flags.json"
 )
 
-func (s *store) key() (string, error) {
-	id, err := caddy.InstanceID()
-	if err != nil {
-		return "", fmt.Errorf("finding this Caddy's instance ID: %w", err)
+// How often, and after what pause, Caddy is asked for its instance ID. It keeps that in a file, which
+// the first who asks in a new folder makes, empty at first: another part of Caddy may do so at the same moment.
+const (
+	idTries = 10
+	idPause = 20 * time.Millisecond
+)
+
+func (s *store) key(ctx context.Context) (string, error) {
+	for try := 1; ; try++ {
+		id, err := caddy.InstanceID()
+		switch {
+		case err == nil:
+			return path.Join("gpu_broker", id.String(), s.name), nil
+		case try == idTries:
+			return "", fmt.Errorf("finding this Caddy's instance ID: %w", err)
+		}
+		select {
+		case <-time.After(idPause):
+		case <-ctx.Done():
+			return "", context.Cause(ctx)
+		}
 	}
-	return path.Join("gpu_broker", id.String(), s.name), nil
 }
 
 // Load implements broker.Store.
 func (s *store) Load(ctx context.Context) ([]byte, error) {
-	key, err := s.key()
+	key, err := s.key(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -48,7 +64,7 @@ func (s *store) Load(ctx context.Context) ([]byte, error) {
 
 // Save implements broker.Store. Caddy's storages write a file whole or not at all.
 func (s *store) Save(ctx context.Context, doc []byte) error {
-	key, err := s.key()
+	key, err := s.key(ctx)
 	if err != nil {
 		return err
 	}
@@ -57,7 +73,7 @@ func (s *store) Save(ctx context.Context, doc []byte) error {
 
 // SetAside implements broker.Store.
 func (s *store) SetAside(ctx context.Context, doc []byte) (where string, err error) {
-	key, err := s.key()
+	key, err := s.key(ctx)
 	if err != nil {
 		return "", err
 	}

@@ -135,7 +135,10 @@ func (h *Handler) client(r *http.Request, repl *caddy.Replacer) string {
 		return address
 	}
 	text := repl.ReplaceAll(h.ClientID, "")
-	return strings.ToValidUTF8(text[:min(len(text), routing.MaxClient)], "")
+	if len(text) > routing.MaxClient {
+		text = strings.Clone(text[:routing.MaxClient]) // it may be kept for longer than the request
+	}
+	return strings.ToValidUTF8(text, "")
 }
 
 // servedBy notes which consumer a request of several came to.

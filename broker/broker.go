@@ -98,6 +98,10 @@ func (b *Broker) Close() {
 			w.refusal = &scheduler.Refusal{Code: scheduler.Draining, Message: "the broker is stopping", RetryAfter: 5 * time.Second}
 			close(w.ready)
 		}
+		for _, o := range b.outliving {
+			o.end()
+		}
+		b.outliving = nil
 		for _, g := range b.gens[min(1, len(b.gens)):] {
 			g.discard()
 		}

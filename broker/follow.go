@@ -67,12 +67,13 @@ func (r *ring) since(after uint64) Followed {
 	if after > r.count {
 		after = 0
 	}
-	all := r.list()
 	fresh := r.count - after
 	out := Followed{Last: r.count}
-	if n := uint64(len(all)); fresh > n {
+	if n := min(r.count, ringSize); fresh > n {
 		out.Missed, fresh = fresh-n, n
 	}
-	out.Decisions = all[uint64(len(all))-fresh:]
+	for i := int(fresh); i > 0; i-- { // no more of them: the broker stands still meanwhile
+		out.Decisions = append(out.Decisions, r.items[(r.next-i+ringSize)%ringSize])
+	}
 	return out
 }

@@ -13,7 +13,7 @@ type outliving struct {
 
 // WhenDone has done called when the work of a job that began then, and is about
 // to be released, is over: when its consumer has nothing to do any more. Its
-// server does one thing after the other and doesn't tell when each ends, so all that are over then get an equal share of the time.
+// server does one thing after the other and doesn't tell when each ends, so all that are over then get an equal share of the time. What goes on when the broker is closed is told then, with the time until that.
 // It must not block, as it is called with the broker's mutex held. False: it will not be called, there are too many, or the broker ends.
 func (b *Broker) WhenDone(consumer string, began time.Time, done func(service time.Duration)) bool {
 	b.mu.Lock()
@@ -40,10 +40,15 @@ func (b *Broker) settle() {
 			continue
 		}
 		delete(b.outliving, name)
-		share := time.Since(o.began) / time.Duration(len(o.done))
-		for _, done := range o.done {
-			done(share)
-		}
+		o.end()
+	}
+}
+
+// end tells each of its share. It holds mu.
+func (o *outliving) end() {
+	share := time.Since(o.began) / time.Duration(len(o.done))
+	for _, done := range o.done {
+		done(share)
 	}
 }
 

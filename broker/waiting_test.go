@@ -110,5 +110,12 @@ func TestWorkThatOutlivesItsAnswerIsSharedOutWhenAllOfItIsOver(t *testing.T) {
 		}
 		pass(time.Minute)
 		require.Empty(t, served, "each is told once")
+		s.mu.Lock()
+		s.busy = true
+		s.mu.Unlock()
+		accept()
+		pass(2 * time.Second)
+		w.Close()
+		require.InDelta(t, 2*time.Second, <-served, float64(300*time.Millisecond), "the broker ends before the work")
 	})
 }

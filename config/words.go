@@ -83,11 +83,16 @@ func Nearest(found string, allowed []string) string {
 	lower := strings.ToLower(found)
 	best, least := "", 0
 	for _, word := range allowed {
-		d := distance(lower, strings.ToLower(word))
-		if len(lower) >= 3 && strings.HasPrefix(strings.ToLower(word), lower) {
+		other := strings.ToLower(word)
+		far := max(1, min(len(lower), len(word))/2)
+		d := max(len(lower)-len(other), len(other)-len(lower)) // at least so many letters are to be added or left out
+		switch {
+		case len(lower) >= 3 && strings.HasPrefix(other, lower):
 			d = 1
+		case d <= far: // else there is no need to look, and found may be long
+			d = distance(lower, other)
 		}
-		if d > max(1, min(len(lower), len(word))/2) {
+		if d > far {
 			continue
 		}
 		if best == "" || d < least || d == least && word < best {

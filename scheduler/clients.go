@@ -38,9 +38,10 @@ func (s *State) creditFor(sl *slot) time.Duration {
 type rests struct {
 	until  map[string]time.Time
 	parked map[string][]*job // by submission
+	pruned time.Time
 }
 
-// maxRests bounds the clients that are remembered beyond their rest.
+// maxRests bounds the clients that rest at a time.
 const maxRests = 1024
 
 // clientRests says whether a client may not start a job now.
@@ -62,12 +63,8 @@ func (s *State) rest(now time.Time, j *job) {
 	if s.resting.until == nil {
 		s.resting.until = map[string]time.Time{}
 	}
-	if len(s.resting.until) >= maxRests {
-		for client, at := range s.resting.until {
-			if !now.Before(at) && len(s.resting.parked[client]) == 0 {
-				delete(s.resting.until, client)
-			}
-		}
+	if _, known := s.resting.until[j.client]; !known && len(s.resting.until) >= maxRests && !s.resting.prune(now) {
+		return // so many rest already that one more makes no difference
 	}
 	s.resting.until[j.client] = now.Add(d)
 }
@@ -110,6 +107,20 @@ func (r *rests) clients() []string {
 		return nil
 	}
 	return slices.Sorted(maps.Keys(r.parked))
+}
+
+// prune forgets those that have rested, once a second at most, and says whether there is room for another.
+func (r *rests) prune(now time.Time) bool {
+	if now.Sub(r.pruned) < time.Second {
+		return false
+	}
+	r.pruned = now
+	for client, at := range r.until {
+		if !now.Before(at) && len(r.parked[client]) == 0 {
+			delete(r.until, client)
+		}
+	}
+	return len(r.until) < maxRests
 }
 
 func (r *rests) park(j *job) {

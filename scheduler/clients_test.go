@@ -1,6 +1,7 @@
 package scheduler
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
@@ -527,4 +528,24 @@ func TestACloudSlotIsGivenNoLockByAReload(t *testing.T) {
 	f.reconfigure(func(c *Config) { c.LockGlobal = true })
 	require.Empty(t, f.s.Snapshot(f.now).GPUs[0].Owner)
 	f.requireRunning(f.ask("v", 100))
+}
+
+func TestTheClientsThatRestAreBoundedAndThoseThatHaveRestedMakeRoom(t *testing.T) {
+	f := given(t, 16384, lazyServer("v", 10000))
+	f.warm("v", 10000)
+	serve := func(from, to int) {
+		for i := from; i < to; i++ {
+			f.release(f.submitJob(Submit{Slot: "v", Priority: 100, Client: fmt.Sprint(i), Cooldown: time.Hour}))
+		}
+	}
+	serve(0, 2*maxRests)
+	require.Len(t, f.s.resting.until, maxRests)
+	resting := f.submitJob(Submit{Slot: "v", Priority: 100, Client: "7"})
+	f.requireWaiting(resting)
+	f.cancel(resting)
+	f.requireRunning(f.submitJob(Submit{Slot: "v", Priority: 100, Client: fmt.Sprint(2*maxRests - 1)}))
+	f.release(f.lastJob("v"))
+	f.advance(2 * time.Hour)
+	serve(3*maxRests, 3*maxRests+10)
+	require.LessOrEqual(t, len(f.s.resting.until), 12)
 }

@@ -61,7 +61,7 @@ const (
 func TestPolicyFigures(t *testing.T) {
 	traces := os.Getenv(tracesEnv)
 	for _, f := range figures {
-		if traces == "" && f.mix != "hot" {
+		if traces == "" && f.mix != "hot" || testing.Short() && f.u > .7 {
 			continue
 		}
 		t.Run(fmt.Sprintf("%s %v", f.mix, f.u), func(t *testing.T) {
@@ -211,6 +211,9 @@ const (
 func TestImpatientClientsDoNotStarveARareModel(t *testing.T) {
 	traces := os.Getenv(tracesEnv)
 	for _, p := range patience {
+		if testing.Short() && p.policy != Bounded {
+			continue
+		}
 		t.Run(p.String(), func(t *testing.T) {
 			if traces != "" {
 				var served, worst []float64

@@ -11,13 +11,13 @@ type mutant struct {
 
 // mutants are the faults that the tests must catch: the ten that a scheduler of
 // this kind is most likely to have, those that its random histories once found
-// in it, then those of idle unloads, drains, reloads and what was learnt.
+// in it, those of idle unloads, drains, reloads and what was learnt, and those of the order of service: credit, priorities, clients, conflicts, lent GPUs and restores.
 var mutants = []mutant{
 	{
 		name: "a job can be released twice",
 		file: "jobs.go",
-		old:  "\ts.jobs.put(j)\n\tsl.active--\n",
-		new:  "\tsl.active--\n",
+		old:  "\tsl.idleAt = now\n\ts.jobs.put(j)\n",
+		new:  "\tsl.idleAt = now\n",
 	},
 	{
 		name: "the epoch of a load's answer is ignored",
@@ -70,7 +70,7 @@ var mutants = []mutant{
 	{
 		name: "victims go though all together are not enough",
 		file: "plan.go",
-		old:  "\tif !s.fitsAfter(t, chosen...) {\n\t\treturn nil\n\t}\n",
+		old:  "\tif !s.fitsAfter(t, all...) {\n\t\treturn nil\n\t}\n",
 		new:  "",
 	},
 	{
@@ -100,7 +100,7 @@ var mutants = []mutant{
 	{
 		name: "two that are UNKNOWN wait for each other",
 		file: "plan.go",
-		old:  "return v.health != healthUnknown && (v.queue.count == 0 || targetOrder(t, v) < 0)",
+		old:  "return v.health != healthUnknown && (v.queue.count == 0 || t.ranked().compare(v.ranked()) < 0)",
 		new:  "return v.health != healthUnknown && v.queue.count == 0",
 	},
 	{
@@ -124,8 +124,8 @@ var mutants = []mutant{
 	{
 		name: "idle counts from the last use, not from the last job's end",
 		file: "idle.go",
-		old:  "return sl.idleAt.Add(max(",
-		new:  "return sl.lastUse.Add(max(",
+		old:  "return later(sl.idleAt.Add(max(",
+		new:  "return later(sl.lastUse.Add(max(",
 	},
 	{
 		name: "an idle unload that has begun is not taken back",
@@ -160,8 +160,8 @@ var mutants = []mutant{
 	{
 		name: "eviction observe does not reach a drain under way",
 		file: "plan.go",
-		old:  "return orElse(shields(t, v), \"eviction observe\")",
-		new:  "return shields(t, v)",
+		old:  "return orElse(s.shields(t, v), \"eviction observe\")",
+		new:  "return s.shields(t, v)",
 	},
 	{
 		name: "a drained slot takes jobs",
@@ -198,6 +198,138 @@ var mutants = []mutant{
 		file: "plan.go",
 		old:  "if r := s.refusesSlot(t); r != nil {",
 		new:  "if r := s.refusesSlot(t); r != nil && s.card(t.on[0].card) != nil {",
+	},
+	{
+		name: "credit is never cleared",
+		file: "jobs.go",
+		old:  "sl.lastPrio, sl.credit = j.priority, credit{}",
+		new:  "sl.lastPrio = j.priority",
+	},
+	{
+		name: "a load does not clear the credit",
+		file: "state.go",
+		old:  "\tif sl.state == Loading && state == Ready {\n\t\tsl.credit = credit{}\n\t}\n",
+		new:  "",
+	},
+	{
+		name: "credit is counted of those who leave a loaded slot",
+		file: "jobs.go",
+		old:  "if j.slot.state != Ready && s.creditFor(j.slot) > 0 {",
+		new:  "if s.creditFor(j.slot) > 0 {",
+	},
+	{
+		name: "credit does not lapse",
+		file: "clients.go",
+		old:  "if !c.from.IsZero() && now.Sub(c.last) > after {",
+		new:  "if false {",
+	},
+	{
+		name: "an urgent target waits for the whole bound",
+		file: "plan.go",
+		old:  "return t.first.submitted, t.bound / 10, true",
+		new:  "return t.first.submitted, t.bound, true",
+	},
+	{
+		name: "credit makes an urgent target older",
+		file: "plan.go",
+		old:  "return t.first.submitted, t.bound / 10, true",
+		new:  "return t.age, t.bound / 10, true",
+	},
+	{
+		name: "the batch of a loaded slot holds against an urgent target",
+		file: "plan.go",
+		old:  "return urgent || !queued ||",
+		new:  "return urgent && false || !queued ||",
+	},
+	{
+		name: "a slot need not stay loaded for its switch cost",
+		file: "plan.go",
+		old:  "v.started == 0 || !s.due(now, v.readyAt.Add(v.switchCost()))",
+		new:  "v.started == 0",
+	},
+	{
+		name: "clients take no turns",
+		file: "queue.go",
+		old:  "return q.levels[0].next.first",
+		new:  "return q.levels[0].first",
+	},
+	{
+		name: "whose turn it is stands for a slot, not the oldest",
+		file: "queue.go",
+		old:  "\t\tif !ok || l.first.submitted.Before(at) {\n\t\t\tat, ok = l.first.submitted, true\n\t\t}\n",
+		new:  "\t\tif !ok || l.next.first.submitted.Before(at) {\n\t\t\tat, ok = l.next.first.submitted, true\n\t\t}\n",
+	},
+	{
+		name: "a client that waits elsewhere does not rest",
+		file: "clients.go",
+		old:  "\tif len(s.resting.until) == 0 {\n\t\treturn\n\t}\n",
+		new:  "\tif true {\n\t\treturn\n\t}\n",
+	},
+	{
+		name: "a reserved place of the queue is used",
+		file: "jobs.go",
+		old:  "bulk >= s.cfg.MaxQueue-kept",
+		new:  "bulk > s.cfg.MaxQueue-kept",
+	},
+	{
+		name: "a reserved place of a slot is used",
+		file: "jobs.go",
+		old:  "sl.bulk < sl.cfg.Concurrency-sl.cfg.Reserved",
+		new:  "sl.bulk <= sl.cfg.Concurrency-sl.cfg.Reserved",
+	},
+	{
+		name: "a conflict is one-sided",
+		file: "plan.go",
+		old:  "return slices.Contains(a.cfg.Conflicts, b.cfg.Name) || slices.Contains(b.cfg.Conflicts, a.cfg.Name)",
+		new:  "return slices.Contains(a.cfg.Conflicts, b.cfg.Name)",
+	},
+	{
+		name: "victim_priority lower looks at the last job only",
+		file: "plan.go",
+		old:  "&& (v.queue.count == 0 || v.queue.first().priority > first.priority)",
+		new:  "",
+	},
+	{
+		name: "a slot is loaded on a lent GPU",
+		file: "plan.go",
+		old:  "\tif t.lent {\n\t\tt.why =",
+		new:  "\tif false {\n\t\tt.why =",
+	},
+	{
+		name: "a job runs on a lent GPU",
+		file: "jobs.go",
+		old:  "!sl.lent && sl.state == Ready && !sl.gate.closed",
+		new:  "sl.state == Ready && !sl.gate.closed",
+	},
+	{
+		name: "a pin by hand is forgotten",
+		file: "lend.go",
+		old:  "\tif sl.pin != nil {\n\t\treturn *sl.pin\n\t}\n",
+		new:  "",
+	},
+	{
+		name: "a slot is restored while others on its GPU work",
+		file: "restore.go",
+		old:  "if o.busy() || o.queue.count+o.parked > 0 {",
+		new:  "if o == sl && o.queue.count+o.parked > 0 {",
+	},
+	{
+		name: "what was unloaded by hand is restored",
+		file: "handover.go",
+		old:  "v.evicted = v.gate.lent",
+		new:  "v.evicted = true",
+	},
+	{
+		name: "a job's keep-alive is ignored",
+		file: "jobs.go",
+		old:  "sl.keep = later(sl.keep, now.Add(j.keepAlive))",
+		new:  "sl.keep = later(sl.keep, now)",
+	},
+	{
+		name: "to explain leaves its job in the queue",
+		file: "explain.go",
+		old:  "\t\tsl.queue.remove(j)\n",
+		new:  "",
 	},
 	{
 		name: "a pending configuration rules at once",

@@ -79,7 +79,10 @@ func TestRequestLogTellsWhoWasServedWhoLeftAndWhoWasRefused(t *testing.T) {
 	ctx, leave := context.WithCancel(t.Context())
 	defer leave()
 	left := s.goCtx(ctx, "POST", "/b/synthesize", "x")
-	s.waitQueued("b", 1)
+	s.until("it has waited for as long as the log can tell", func() bool {
+		queue := s.status().Queue
+		return len(queue) == 1 && queue[0].WaitedMS >= 1
+	})
 	leave()
 	require.ErrorIs(t, s.await(left).err, context.Canceled)
 	got = s.waitRequests("requests.csv", 2)[1]
