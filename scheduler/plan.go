@@ -466,6 +466,11 @@ func (s *State) permittedNow(now time.Time, t claimant, v *slot) bool {
 	if !s.candidate(t.slot, v) || v.gate.closed || v.state == Stopping || !s.due(now, v.retryAt) {
 		return false
 	}
+	works := v.busy() || v.queue.count > 0
+	// Rule 4: no thrash. As long as it holds, nothing else matters.
+	if v.state == Ready && works && (v.started == 0 || !s.due(now, v.readyAt.Add(v.switchCost()))) {
+		return false
+	}
 	since, wants, urgent := t.against(v)
 	old := s.due(now, since.Add(wants))
 	switch {
@@ -473,17 +478,14 @@ func (s *State) permittedNow(now time.Time, t claimant, v *slot) bool {
 		return v.health != healthUnknown && (v.queue.count == 0 || t.ranked().compare(v.ranked()) < 0)
 	case v.state == Loading: // abandoned
 		return v.queue.count == 0 && s.due(now, v.emptyAt.Add(s.cfg.AbandonAfter))
-	case !v.busy() && v.queue.count == 0: // rule 2
+	case !works: // rule 2
 		return old || s.due(now, s.keptUntil(v))
 	}
 	// Rule 3: by the age of its next job, relative to the target's.
 	if next, waits := v.queue.oldest(t.first.priority); waits && next.Before(since.Add(wants)) || !waits && !old {
 		return false
 	}
-	// Rule 4: no thrash.
-	if v.started == 0 || !s.due(now, v.readyAt.Add(v.switchCost())) {
-		return false
-	}
+	// Rule 4 once more: the batch that was queued when it became ready.
 	batch, queued := v.queue.oldest(anyPriority)
 	return urgent || !queued || batch.After(v.readyAt) || s.due(now, v.readyAt.Add(s.cfg.OvertakeMax))
 }
