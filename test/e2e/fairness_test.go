@@ -66,7 +66,7 @@ func TestAlone_RequestForAColdModelIsServedWithinItsBoundThoughTheWarmOneNeverPa
 
 // C2: rival models with a backlog each share the card without spending it on switches.
 func TestAlone_TwoModelsUnderPermanentBacklogKeepTheGPUBusy(t *testing.T) {
-	const run, lasts = 30 * time.Millisecond, 8 * time.Second
+	const run, lasts = 60 * time.Millisecond, 8 * time.Second
 	s := duel(t, "hold 0.25\novertake_min 100ms", 60*time.Millisecond, 10*time.Millisecond, run)
 	ctx, end := context.WithTimeout(context.Background(), lasts)
 	defer end()
