@@ -264,7 +264,7 @@ func TestComfyUIKillEndsSocketsAndForgetsTheQueue(t *testing.T) {
 func TestComfyUIDiesOnAPrompt(t *testing.T) {
 	died := make(chan struct{})
 	s := startComfy(t, Options{Faults: Faults{DieOnRequest: true}, OnDeath: func() { close(died) }})
-	submit(t, s, 1)
+	call(bound(t), "POST", s.URL()+"/prompt", `{"prompt":{"1":{"class_type":"KSampler","inputs":{"ms":1}}}}`) // its answer may come, or die with it
 	select {
 	case <-died:
 	case <-time.After(20 * time.Second):
