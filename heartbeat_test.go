@@ -93,10 +93,10 @@ func stream(w http.ResponseWriter, status int, contentType, body string) {
 
 func TestAnswerBeforeTheFirstHeartbeatIsPassedOnWhole(t *testing.T) {
 	beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
-		time.Sleep(999 * time.Millisecond)
+		pass(999 * time.Millisecond)
 		stream(h, http.StatusTeapot, "text/plain", "hello")
 		h.Header().Set("X-Trailer", "late")
-		time.Sleep(time.Minute)
+		pass(time.Minute)
 		h.close("a")
 		require.Equal(t, http.StatusTeapot, w.Code)
 		require.Equal(t, "hello", w.Body.String())
@@ -109,17 +109,17 @@ func TestAnswerBeforeTheFirstHeartbeatIsPassedOnWhole(t *testing.T) {
 
 func TestStreamFollowsTheHeartbeatsWithoutItsHeaders(t *testing.T) {
 	beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
-		time.Sleep(2500 * time.Millisecond)
+		pass(2500 * time.Millisecond)
 		synctest.Wait()
 		require.True(t, w.Flushed)
 		h.admitted("gpu-queue;dur=2500.0, gpu-load;dur=0.0")
 		h.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
 		h.WriteHeader(http.StatusEarlyHints)
 		h.WriteHeader(http.StatusOK)
-		time.Sleep(time.Second)
+		pass(time.Second)
 		synctest.Wait()
 		_, _ = h.Write([]byte("data: 1\n\n"))
-		time.Sleep(time.Minute)
+		pass(time.Minute)
 		_, _ = h.Write([]byte("data: 2\n\n"))
 		h.close("a")
 		require.Equal(t, ": waiting for a, position 2\n\n: waiting for a, position 1\n\n: waiting for the answer\n\n"+
@@ -151,14 +151,14 @@ func TestWhatIsNoStreamBecomesOneBoundedEvent(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
-				time.Sleep(time.Second)
+				pass(time.Second)
 				synctest.Wait()
 				if c.status != 0 {
 					stream(h, c.status, c.contentType, c.body)
 				}
 				h.close("a")
 				h.close("a")
-				time.Sleep(time.Minute)
+				pass(time.Minute)
 				text, ok := strings.CutPrefix(w.Body.String(), ": waiting for a, position 2\n\ndata: ")
 				require.True(t, ok, w.Body.String())
 				text, ok = strings.CutSuffix(text, "\n\n")
@@ -181,7 +181,7 @@ func TestWhatIsNoStreamBecomesOneBoundedEvent(t *testing.T) {
 
 func TestCompressedStreamCannotFollowHeartbeats(t *testing.T) {
 	beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
-		time.Sleep(time.Second)
+		pass(time.Second)
 		synctest.Wait()
 		h.Header().Set("Content-Encoding", "br")
 		stream(h, 200, "text/event-stream", "\xff\x00compressed")
@@ -198,16 +198,16 @@ func TestCompressedStreamCannotFollowHeartbeats(t *testing.T) {
 func TestHeartThatIsStoppedSaysNoMore(t *testing.T) {
 	beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
 		require.False(t, h.stop())
-		time.Sleep(time.Minute)
+		pass(time.Minute)
 		require.Empty(t, w.Body.String())
 	})
 	beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
-		time.Sleep(time.Second)
+		pass(time.Second)
 		synctest.Wait()
 		require.True(t, h.stop())
 		h.WriteHeader(statusClientLeft)
 		h.close("a")
-		time.Sleep(time.Minute)
+		pass(time.Minute)
 		require.Equal(t, ": waiting for a, position 2\n\n", w.Body.String(), "a client that left is told nothing")
 	})
 }
@@ -223,7 +223,7 @@ func TestWriterThatPanicsDoesNotEndTheProcess(t *testing.T) {
 		h.mu.Lock()
 		h.ResponseWriter, h.log = brittle{w}, zap.New(core)
 		h.mu.Unlock()
-		time.Sleep(time.Minute)
+		pass(time.Minute)
 		synctest.Wait()
 		require.Equal(t, 1, logs.Len())
 		h.mu.Lock()

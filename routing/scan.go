@@ -9,7 +9,7 @@ import (
 const maxDepth = 1024
 
 // maxCapture is how long the text of a key or value may be that is looked at:
-// as long as the longest name with each of its bytes written as \uXXXX.
+// as long as the longest name with each of its bytes written as an escape of six characters.
 const maxCapture = 6*MaxName + 2
 
 // pieces hands out a body as it came, piece by piece: what is in memory as it

@@ -63,13 +63,13 @@ var mutants = []mutant{
 	},
 	{
 		name: "can_coexist_with is ignored",
-		file: "plan.go",
+		file: "victims.go",
 		old:  "case slices.Contains(t.cfg.Coexist, v.cfg.Name):",
 		new:  "case false:",
 	},
 	{
 		name: "victims go though all together are not enough",
-		file: "plan.go",
+		file: "victims.go",
 		old:  "\tif !s.fitsAfter(t, all...) {\n\t\treturn nil\n\t}\n",
 		new:  "",
 	},
@@ -99,7 +99,7 @@ var mutants = []mutant{
 	},
 	{
 		name: "two that are UNKNOWN wait for each other",
-		file: "plan.go",
+		file: "victims.go",
 		old:  "return v.health != healthUnknown && (v.queue.count == 0 || t.ranked().compare(v.ranked()) < 0)",
 		new:  "return v.health != healthUnknown && v.queue.count == 0",
 	},
@@ -159,7 +159,7 @@ var mutants = []mutant{
 	},
 	{
 		name: "eviction observe does not reach a drain under way",
-		file: "plan.go",
+		file: "victims.go",
 		old:  "return orElse(s.shields(t, v), \"eviction observe\")",
 		new:  "return s.shields(t, v)",
 	},
@@ -183,7 +183,7 @@ var mutants = []mutant{
 	},
 	{
 		name: "abandon_after is ignored",
-		file: "plan.go",
+		file: "victims.go",
 		old:  "return v.queue.count == 0 && s.due(now, v.emptyAt.Add(s.cfg.AbandonAfter))",
 		new:  "return v.queue.count == 0",
 	},
@@ -225,25 +225,25 @@ var mutants = []mutant{
 	},
 	{
 		name: "an urgent target waits for the whole bound",
-		file: "plan.go",
+		file: "victims.go",
 		old:  "return t.first.submitted, t.bound / 10, true",
 		new:  "return t.first.submitted, t.bound, true",
 	},
 	{
 		name: "credit makes an urgent target older",
-		file: "plan.go",
+		file: "victims.go",
 		old:  "return t.first.submitted, t.bound / 10, true",
 		new:  "return t.age, t.bound / 10, true",
 	},
 	{
 		name: "the batch of a loaded slot holds against an urgent target",
-		file: "plan.go",
+		file: "victims.go",
 		old:  "return urgent || !queued ||",
 		new:  "return urgent && false || !queued ||",
 	},
 	{
 		name: "a slot need not stay loaded for its switch cost",
-		file: "plan.go",
+		file: "victims.go",
 		old:  "v.started == 0 || !s.due(now, v.readyAt.Add(v.switchCost()))",
 		new:  "v.started == 0",
 	},
@@ -279,13 +279,13 @@ var mutants = []mutant{
 	},
 	{
 		name: "a conflict is one-sided",
-		file: "plan.go",
+		file: "victims.go",
 		old:  "return slices.Contains(a.cfg.Conflicts, b.cfg.Name) || slices.Contains(b.cfg.Conflicts, a.cfg.Name)",
 		new:  "return slices.Contains(a.cfg.Conflicts, b.cfg.Name)",
 	},
 	{
 		name: "victim_priority lower looks at the last job only",
-		file: "plan.go",
+		file: "victims.go",
 		old:  "&& (v.queue.count == 0 || v.queue.first().priority > first.priority)",
 		new:  "",
 	},

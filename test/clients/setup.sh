@@ -23,7 +23,7 @@ if [ ! -d "$installed" ]; then
 	flock 9
 	if [ ! -d "$installed" ]; then
 		started=$SECONDS
-		staging="$(mktemp -d "$cache/clients-staging.XXXXXX")"
+		staging="$(mktemp -d -p "$cache")"
 		trap 'rm -rf "$staging"' EXIT
 		cp "${files[@]}" "$staging/"
 		(cd "$staging" && npm ci --omit=dev --ignore-scripts --no-audit --no-fund >&2)

@@ -25,7 +25,7 @@ if [ ! -d "$installed" ]; then
 	flock 9
 	if [ ! -d "$installed" ]; then
 		started=$SECONDS
-		staging="$(mktemp -d "$cache_dir/client-staging.XXXXXX")"
+		staging="$(mktemp -d -p "$cache_dir")"
 		trap 'rm -rf "$staging"' EXIT
 		(cd "$client_dir" && cp "${files[@]}" "$staging/")
 		(cd "$staging" && npm ci --omit=dev --ignore-scripts --no-audit --no-fund >&2)
