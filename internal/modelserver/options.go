@@ -140,12 +140,11 @@ func (o Options) complete() (Options, error) {
 	if o.Name == "" {
 		return o, fmt.Errorf("a pretending server needs a name")
 	}
-	switch o.Manner {
-	case "":
+	if o.Manner == "" {
 		o.Manner = Plain
-	case Plain, Ollama, ComfyUI:
-	default:
-		return o, fmt.Errorf("server %s: manner %q is none of plain, ollama, comfyui", o.Name, o.Manner)
+	}
+	if _, known := manners[o.Manner]; !known {
+		return o, fmt.Errorf("server %s: manner %q is none of %v", o.Name, o.Manner, Manners())
 	}
 	if o.Addr == "" || o.Addr == ":0" {
 		o.Addr = "127.0.0.1:0"
@@ -159,8 +158,8 @@ func (o Options) complete() (Options, error) {
 	if o.KeepAlive == 0 {
 		o.KeepAlive = 5 * time.Minute
 	}
-	if len(o.Models) > 0 && o.Manner != Ollama {
-		return o, fmt.Errorf("server %s: models are for the ollama manner, a %s server has one: set its vram", o.Name, o.Manner)
+	if len(o.Models) > 0 && !manners[o.Manner].many {
+		return o, fmt.Errorf("server %s: a %s server has one model: set its vram", o.Name, o.Manner)
 	}
 	if len(o.Models) == 0 {
 		o.Models = map[string]gpu.Bytes{o.Name: o.VRAM}

@@ -51,6 +51,7 @@ type life struct {
 	dead   bool // guarded by Server.mu
 	models map[string]*model
 	comfy  *comfy // nil in other manners
+	worker func() // what a manner runs beside its handler, until the life ends; nil: nothing
 }
 
 // inUse holds the names of the servers of this process by folder: two of the
@@ -224,23 +225,13 @@ func (s *Server) begin() error {
 	}
 	for name, size := range opts.Models {
 		m := &model{name: name, size: size}
-		if opts.Manner != Ollama {
+		if !manners[opts.Manner].many {
 			m.size = opts.VRAM
 		}
 		l.models[name] = m
 	}
-	var manner http.Handler
-	switch opts.Manner {
-	case Ollama:
-		manner = newOllama(l)
-	case ComfyUI:
-		l.comfy = newComfy(l)
-		manner = l.comfy
-	default:
-		manner = newPlain(l)
-	}
 	l.http = &http.Server{
-		Handler:           l.wrap(manner),
+		Handler:           l.wrap(manners[opts.Manner].serve(l)),
 		ReadHeaderTimeout: time.Minute,
 		BaseContext:       func(net.Listener) context.Context { return l.ctx },
 	}
@@ -257,8 +248,8 @@ func (s *Server) begin() error {
 	s.note(Event{Kind: EventStart})
 	s.mu.Unlock()
 
-	if l.comfy != nil {
-		l.spawn(l.comfy.work)
+	if l.worker != nil {
+		l.spawn(l.worker)
 	}
 	if opts.Preloaded {
 		if err := s.Load(l.ctx); err != nil {
