@@ -51,6 +51,21 @@ type Report struct {
 	Detail   string    // for people: what was wrong; never holds a secret
 	Loaded   Tri       // does it hold its model on the GPU?
 	Resident gpu.Bytes // how much of it; -1 if it does not say
+	// Models are those that it holds, where Traits.Models; nil: it did not say.
+	Models []Model
+	Busy   Tri // does it work, whoever asked it to? Unknown, unless the probe told without a request of its own
+}
+
+// Model is one model that a server says it holds.
+type Model struct {
+	Name     string
+	Resident gpu.Bytes // its GPU memory; -1 if the server does not say
+}
+
+// Same says whether two names mean the same model to the server, whose names
+// without a tag mean the tag given; an empty tag is none.
+func Same(a, b, tag string) bool {
+	return a == b || tag != "" && (a+":"+tag == b || a == b+":"+tag)
 }
 
 // Errors that the scheduler must tell apart. Drivers wrap them.
@@ -66,6 +81,30 @@ type Traits struct {
 	Health    bool // can be probed at all
 	Residency bool // can tell whether it is loaded
 	Busy      bool // can tell whether it works, whoever asked it to
+
+	// Of one model of several: what can be said of each by its name.
+	Models      bool   // tells which it holds, in Report.Models
+	LoadModel   bool   // can load one
+	UnloadModel bool   // can unload one
+	Tag         string // what a name without a tag means, see Same
+
+	Starts bool // the server is started and stopped by the driver: one that does not run is no fault. Then it is a Supervisor.
+}
+
+// Target is what is to be loaded, unloaded or found busy.
+type Target struct {
+	// Model is the model's name; empty: the server as a whole.
+	Model string
+	// GPUs are those that it is placed on, as far as they are known; for servers that the driver starts.
+	GPUs []Placed
+}
+
+// Placed is a GPU that a server is to use, and how much of it.
+type Placed struct {
+	Index int
+	UUID  string
+	Total gpu.Bytes // 0: not known
+	Claim gpu.Bytes
 }
 
 // Driver talks to one model server. Its methods are safe for concurrent use
@@ -76,18 +115,58 @@ type Driver interface {
 	Probe(ctx context.Context) Report
 	// Load loads and returns once the server says that it is ready. The caller
 	// bounds it by ctx. It wraps ErrOutOfMemory if the server says so.
-	Load(ctx context.Context) error
+	Load(ctx context.Context, t Target) error
 	// Unload asks the server to give its memory back and waits until it says
 	// that it did. confirmed is true if the server's own residency probe said
 	// so (or its process is gone), false if it can't tell: then only the
 	// memory itself can. An error means that the model must be taken as still loaded.
-	Unload(ctx context.Context) (confirmed bool, err error)
+	Unload(ctx context.Context, t Target) (confirmed bool, err error)
 	// Busy asks once whether the server works, whoever gave it the work.
-	Busy(ctx context.Context) (bool, error)
-	// Close frees what Open took. The broker calls it once; calls of the other
+	Busy(ctx context.Context, t Target) (bool, error)
+	// Close frees what Open took, and stops the server if the driver has started it. The broker calls it once; calls of the other
 	// methods may still run then, after a reload that replaced the driver, and must end as they would.
 	Close() error
 }
+
+// Supervisor is a Driver that starts and stops its server.
+type Supervisor interface {
+	Driver
+	// Upstream is the host:port at which the server of the latest start listens;
+	// empty: it is the one in Deps, or none has started.
+	Upstream() string
+	// Running says whether the server runs, loaded or not, as far as the driver knows without asking.
+	Running() bool
+	// Owns says whether a process of this host is the server or one of its children.
+	Owns(pid int) bool
+	// State is for people.
+	State() State
+}
+
+// State is what is told of a supervised server.
+type State struct {
+	Running   bool      `json:"running"`
+	PID       int       `json:"pid,omitempty"`
+	Unit      string    `json:"unit,omitempty"`      // of systemd
+	Container string    `json:"container,omitempty"` // of Docker
+	Address   string    `json:"address,omitempty"`   // where it listens
+	StartedAt time.Time `json:"started_at,omitzero"`
+	Starts    int       `json:"starts"`              // since the driver was made
+	LastExit  string    `json:"last_exit,omitempty"` // how it ended the last time
+	Output    []string  `json:"output,omitempty"`    // its last lines, at most MaxOutput
+}
+
+// MaxOutput bounds State.Output, in lines.
+const MaxOutput = 200
+
+// Jobs is a Driver of a server whose answers name jobs that go on after them.
+type Jobs interface {
+	// Track takes an accepted answer's body, of at most MaxAnswer bytes. Busy is true until the server says that
+	// the job in it is over. It returns false if the body names no job.
+	Track(body []byte) bool
+}
+
+// MaxAnswer is how much of an answer Jobs.Track wants to see, in bytes.
+const MaxAnswer = 64 << 10
 
 // Deps is what a driver gets from the broker.
 type Deps struct {
@@ -96,6 +175,12 @@ type Deps struct {
 	ProbeTimeout  time.Duration // for one probe
 	UnloadTimeout time.Duration // for one unload, confirmation included
 	Logger        *zap.Logger
+	// Dir is a folder of the broker's own, where a driver may keep what must outlive a crash of Caddy, such as
+	// what it has started. It may not exist yet. Empty: nothing is kept.
+	Dir string
+	// Died is called when a server that the driver has started ends without having been told to; nil: nobody
+	// wants to know. detail says how, for people. It does not block.
+	Died func(detail string)
 }
 
 // Guest is a provisioned lifecycle module (namespace gpu_broker.lifecycles).

@@ -1,0 +1,31 @@
+// Package supervise is what the lifecycles process, systemd and docker share: a
+// model server that is started and stopped, and spoken to by routes in between.
+package supervise
+
+import (
+	"context"
+
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+)
+
+// Means starts and stops one server. Its methods are safe for concurrent use
+// and return soon after ctx ends.
+type Means interface {
+	// Start starts the server unless it runs, and returns once it is started, though hardly ready: readiness is
+	// for the routes to tell. upstream is where it listens, host:port.
+	Start(ctx context.Context, t lifecycle.Target) (upstream string, err error)
+	// Stop ends the server and all that it has started, and returns once nothing of it is left. One that does not run is no error.
+	Stop(ctx context.Context) error
+	// Running says whether it runs, asking whom there is to ask (systemd, Docker); an error: they did not answer.
+	Running(ctx context.Context) (running bool, upstream string, err error)
+	// Ended is closed when the server of the latest Start, or the one that Running found, has ended; nil: none runs, or nobody could tell.
+	Ended() <-chan struct{}
+	// Why says how the server of the latest start ended, for people: "exit status 1: last line of its output".
+	Why() string
+	// Owns and State are as in lifecycle.Supervisor.
+	Owns(pid int) bool
+	State() lifecycle.State
+	// Close stops what Start has started, and returns when it is gone; the server of a means that outlives Caddy
+	// (systemd, Docker) is stopped only if this driver has started it.
+	Close() error
+}
