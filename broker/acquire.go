@@ -11,6 +11,7 @@ import (
 // Request asks for a place on a consumer.
 type Request struct {
 	Consumer  string
+	Model     string        // of a consumer that has several
 	Priority  int           // lower is more urgent
 	Submitted time.Time     // zero: now. A request that is admitted once more keeps its time.
 	Budget    time.Duration // for queue and load; 0: the consumer's
@@ -72,18 +73,17 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 		r.Submitted = now
 		b.clients.asked(r.Client, now)
 	}
-	r.Consumer = b.choose(now, &r)
-	c := b.consumers[r.Consumer]
-	if c == nil || b.closed {
-		return Lease{}, nil, b.refusedAtOnce(now, r.Consumer, noConsumer(r.Consumer, b.closed))
+	c, sl := b.choose(now, &r)
+	if sl == nil || b.closed {
+		return Lease{}, nil, b.refusedAtOnce(now, r.Consumer, b.nowhere(&r))
 	}
 	if r.Budget == 0 {
-		r.Budget = c.budget
+		r.Budget = time.Duration(c.cfg.Budget)
 	}
-	effects, wake := b.state.Step(now, scheduler.Submit{Slot: r.Consumer, Priority: r.Priority, Submitted: r.Submitted, Deadline: r.Submitted.Add(r.Budget),
+	effects, wake := b.state.Step(now, scheduler.Submit{Slot: sl.name, Priority: r.Priority, Submitted: r.Submitted, Deadline: r.Submitted.Add(r.Budget),
 		Client: r.Client, KeepAlive: r.KeepAlive, StayWarm: r.StayWarm, Cooldown: r.Cooldown})
 	c.requests++
-	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: r.Submitted, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async, client: r.Client}
+	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: r.Submitted, Consumer: c.name, Upstream: sl.consumer.upstream, Async: c.cfg.Async, client: r.Client}
 	switch effects[0].Kind {
 	case scheduler.Admit: // the warm path
 		b.act(now, effects, wake)
@@ -93,7 +93,7 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 		b.act(now, effects, wake)
 		return Lease{}, nil, b.refusedAtOnce(now, r.Consumer, refusal)
 	}
-	w = &waiter{ready: make(chan struct{}), consumer: c, since: r.Submitted}
+	w = &waiter{ready: make(chan struct{}), consumer: c, slot: sl, since: r.Submitted}
 	b.waiters[lease.job] = w
 	b.act(now, effects, wake)
 	return lease, w, nil
@@ -104,24 +104,27 @@ func (b *Broker) TryAcquire(r Request) (Lease, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	now := time.Now()
-	r.Consumer = b.choose(now, &r)
-	c := b.consumers[r.Consumer]
-	if c == nil || b.closed {
+	c, sl := b.choose(now, &r)
+	if sl == nil || b.closed {
 		return Lease{}, false
 	}
-	effects, wake := b.state.Step(now, scheduler.Submit{Slot: r.Consumer, Priority: r.Priority, Client: r.Client, KeepAlive: r.KeepAlive, StayWarm: r.StayWarm, Cooldown: r.Cooldown, IfFree: true})
+	effects, wake := b.state.Step(now, scheduler.Submit{Slot: sl.name, Priority: r.Priority, Client: r.Client, KeepAlive: r.KeepAlive, StayWarm: r.StayWarm, Cooldown: r.Cooldown, IfFree: true})
 	if effects[0].Kind != scheduler.Admit {
 		return Lease{}, false
 	}
-	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: now, Consumer: r.Consumer, Upstream: c.upstream, Async: c.async, client: r.Client}
+	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: now, Consumer: c.name, Upstream: sl.consumer.upstream, Async: c.cfg.Async, client: r.Client}
 	c.requests++
 	b.clients.asked(r.Client, now)
 	b.act(now, effects, wake)
 	return lease, true
 }
 
-// Touch counts as use of a consumer, without a job.
-func (b *Broker) Touch(consumer string) { b.step(scheduler.Touch{Slot: consumer}) }
+// Touch counts as use of a consumer, of all its models, without a job.
+func (b *Broker) Touch(consumer string) {
+	for _, slot := range b.SlotNames(consumer) {
+		b.step(scheduler.Touch{Slot: slot})
+	}
+}
 
 // await waits for the answer, or gives the place back if the client leaves.
 func (b *Broker) await(ctx context.Context, lease Lease, w *waiter) (Lease, error) {
@@ -162,11 +165,22 @@ func (l Lease) Release(outcome scheduler.Outcome) (at time.Time) {
 	return now
 }
 
-func noConsumer(name string, closed bool) *scheduler.Refusal {
-	if closed {
+// nowhere is why a request has no slot. It holds mu.
+func (b *Broker) nowhere(r *Request) *scheduler.Refusal {
+	c := b.consumers[r.Consumer]
+	switch {
+	case b.closed:
 		return &scheduler.Refusal{Code: scheduler.Draining, Message: "the broker is stopping", RetryAfter: 5 * time.Second}
+	case c == nil:
+		return &scheduler.Refusal{Code: scheduler.UnknownConsumer, Message: fmt.Sprintf("there is no consumer %q", r.Consumer)}
+	case r.Model == "":
+		return &scheduler.Refusal{Code: scheduler.UnknownConsumer, Message: fmt.Sprintf("consumer %q has several models, and the request names none", r.Consumer)}
+	case c.cfg.VRAM > 0:
+		return &scheduler.Refusal{Code: scheduler.QueueFull, RetryAfter: 30 * time.Second,
+			Message: fmt.Sprintf("consumer %q holds %d models that its configuration does not name: no other is taken in before one of them is unloaded", r.Consumer, maxAdopted)}
+	default:
+		return &scheduler.Refusal{Code: scheduler.UnknownConsumer, Message: fmt.Sprintf("consumer %q has no model %.256q: name it in the configuration, or give the consumer a vram for those that are not named", r.Consumer, r.Model)}
 	}
-	return &scheduler.Refusal{Code: scheduler.UnknownConsumer, Message: fmt.Sprintf("there is no consumer %q", name)}
 }
 
 // refusedAtOnce makes the error of a request that never queued, for which the scheduler keeps no record. It holds mu.

@@ -5,6 +5,7 @@ package broker
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -21,6 +22,7 @@ type Broker struct {
 	state     *scheduler.State            // guarded by mu
 	waiters   map[scheduler.JobID]*waiter // guarded by mu
 	consumers map[string]*consumer        // guarded by mu; replaced entries keep their pointer
+	slots     map[string]*slot            // guarded by mu; by the scheduler's name
 	gens      []*Generation               // guarded by mu; in the order of their start
 	closed    bool                        // guarded by mu
 	wakeAt    time.Time                   // guarded by mu: when timer fires; zero: it doesn't
@@ -33,6 +35,7 @@ type Broker struct {
 
 	flags  flags    // see there
 	ladder []string // guarded by mu: scratch space of guarded
+	rungs  []string // guarded by mu: scratch space of choose
 
 	clients   clients               // guarded by mu
 	outliving map[string]*outliving // guarded by mu: by consumer
@@ -57,7 +60,8 @@ type Broker struct {
 // waiter is a request that waits. Its channel is closed under the broker's mutex.
 type waiter struct {
 	ready    chan struct{}
-	consumer *consumer
+	consumer *consumer // who was asked for
+	slot     *slot     // what serves it
 	since    time.Time
 	refusal  *scheduler.Refusal // valid once ready is closed; nil: admitted
 	queued   time.Duration      // valid once ready is closed, as is what follows
@@ -73,6 +77,7 @@ func New() *Broker {
 		state:     scheduler.New(),
 		waiters:   map[scheduler.JobID]*waiter{},
 		consumers: map[string]*consumer{},
+		slots:     map[string]*slot{},
 		devices:   map[string]gpu.Device{},
 		changed:   make(chan struct{}),
 		posts:     make(chan scheduler.Decision, 1024),
@@ -110,9 +115,15 @@ func (b *Broker) Close() {
 	b.mu.Unlock()
 	b.tasks.Wait()
 	if first {
+		var closing sync.WaitGroup
 		for _, c := range b.consumers { // nobody else is left
-			_ = c.driver.Close()
+			for _, s := range []*settings{&c.settings, c.next} {
+				if s != nil && s.driver != nil {
+					closing.Go(func() { _ = s.driver.Close() })
+				}
+			}
 		}
+		closing.Wait()
 		b.save()
 	}
 }
@@ -132,6 +143,7 @@ func (b *Broker) step(e scheduler.Event) {
 // act does what a step says. It holds mu, so it only closes channels, starts
 // goroutines and sets the timer.
 func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) {
+	var renewed bool
 	for _, e := range effects {
 		switch e.Kind {
 		case scheduler.Admit:
@@ -141,6 +153,11 @@ func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) 
 		case scheduler.Decided:
 			b.record(*e.Decision)
 		case scheduler.Queued, scheduler.NotNow:
+		case scheduler.Renew:
+			if sl := b.slots[e.Slot]; sl != nil && b.unloaded(sl.consumer) {
+				b.renew(sl.consumer)
+				renewed = true
+			}
 		default:
 			b.effect(e)
 		}
@@ -148,6 +165,17 @@ func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) 
 	if !wake.Equal(b.wakeAt) {
 		b.setTimer(now, wake)
 	}
+	if renewed {
+		b.configure(now)
+	}
+}
+
+// unloaded says whether nothing of a consumer is loaded, so that its driver may be replaced. It holds mu.
+func (b *Broker) unloaded(c *consumer) bool {
+	return !slices.ContainsFunc(c.slots, func(sl *slot) bool {
+		v, known := b.state.Slot(sl.name)
+		return known && v.State != scheduler.Idle
+	})
 }
 
 func (b *Broker) setTimer(now, at time.Time) {
@@ -186,9 +214,9 @@ func (b *Broker) grant(now time.Time, e scheduler.Effect, r *scheduler.Refusal) 
 	}
 	delete(b.waiters, e.Job)
 	w.refusal, w.loads = r, e.Loads
-	w.loading = w.consumer.loadedSince(w.since)
+	w.loading = w.slot.loadedSince(w.since)
 	w.queued = max(0, now.Sub(w.since)-w.loading)
-	w.upstream, w.async = w.consumer.upstream, w.consumer.async
+	w.upstream, w.async = w.slot.consumer.upstream, w.consumer.cfg.Async
 	close(w.ready)
 }
 

@@ -3,8 +3,10 @@ package broker
 import (
 	"context"
 	"errors"
+	"slices"
 	"time"
 
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
@@ -12,29 +14,33 @@ import (
 // effect starts what a step asks for, in a goroutine that comes back as an
 // event. It holds mu.
 func (b *Broker) effect(e scheduler.Effect) {
-	c := b.consumers[e.Slot]
-	if c == nil || b.closed {
+	sl := b.slots[e.Slot]
+	if sl == nil || b.closed {
 		return
 	}
+	c := sl.consumer
 	switch e.Kind {
 	case scheduler.Load:
 		ctx, cancel := context.WithTimeout(b.ctx, c.loadTimeout)
-		c.cancelLoad = cancel
-		c.loadBegan = time.Now()
-		driver := c.driver
-		b.tasks.Go(func() { b.load(ctx, cancel, c, driver, e) })
+		sl.cancelLoad = cancel
+		sl.loadBegan = time.Now()
+		driver, target := c.driver, b.target(sl)
+		b.tasks.Go(func() { b.load(ctx, cancel, sl, driver, target, e) })
 	case scheduler.StartUnload:
-		if c.cancelLoad != nil { // an abandoned load must not come back
-			c.cancelLoad()
+		if sl.cancelLoad != nil { // an abandoned load must not come back
+			sl.cancelLoad()
 		}
 		if b.sampler != nil { // what comes back is measured against what is free now
 			b.sampler.hurry()
 		}
-		driver, timeout := c.driver, c.unloadTimeout
-		b.tasks.Go(func() { b.unload(driver, timeout, e) })
+		driver, timeout, target := c.driver, c.unloadTimeout, b.target(sl)
+		if c.traits.Starts { // its own route, and if that fails the process is stopped
+			timeout = 2*timeout + time.Minute
+		}
+		b.tasks.Go(func() { b.unload(driver, timeout, target, e) })
 	case scheduler.CheckBusy:
-		driver, timeout := c.driver, c.probeTimeout
-		b.tasks.Go(func() { b.checkBusy(driver, timeout, e) })
+		driver, timeout, target := c.driver, c.probeTimeout, b.target(sl)
+		b.tasks.Go(func() { b.checkBusy(driver, timeout, target, e) })
 	case scheduler.ProbeNow:
 		select {
 		case c.probeNow <- struct{}{}:
@@ -45,31 +51,85 @@ func (b *Broker) effect(e scheduler.Effect) {
 			b.sampler.hurry()
 		}
 	case scheduler.Dropped:
-		delete(b.consumers, e.Slot)
-		if c.stopProbes != nil {
-			c.stopProbes()
-		}
-		_ = c.driver.Close()
+		b.forgetSlot(sl)
 	}
 }
 
-func (b *Broker) load(ctx context.Context, cancel func(), c *consumer, driver lifecycle.Driver, e scheduler.Effect) {
+// forgetSlot forgets a slot that was removed, and with the last of them its consumer. It holds mu.
+func (b *Broker) forgetSlot(sl *slot) {
+	c := sl.consumer
+	delete(b.slots, sl.name)
+	c.slots = slices.DeleteFunc(c.slots, func(other *slot) bool { return other == sl })
+	if len(c.slots) > 0 {
+		return
+	}
+	for _, other := range b.slots { // one may be leaving yet
+		if other.consumer == c {
+			return
+		}
+	}
+	if b.consumers[c.name] == c { // else another has its name
+		delete(b.consumers, c.name)
+	}
+	if c.stopProbes != nil {
+		c.stopProbes()
+	}
+	b.dropNext(c)
+	b.close(c.driver)
+}
+
+// target is what a slot is to its driver. It holds mu.
+func (b *Broker) target(sl *slot) lifecycle.Target {
+	t := lifecycle.Target{Model: sl.model}
+	if !sl.consumer.traits.Starts {
+		return t
+	}
+	index, claim := sl.consumer.cfg.GPU, b.slotConfig(sl).Claim
+	t.GPUs = []lifecycle.Placed{{Index: index, Claim: claim}}
+	for _, d := range b.devices {
+		if d.Index == index && d.Health != gpu.Lost {
+			t.GPUs[0].UUID, t.GPUs[0].Total = d.UUID, d.Total
+		}
+	}
+	return t
+}
+
+// died takes in that the server of a consumer, which its driver has started, has ended by itself.
+func (b *Broker) died(name, detail string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.consumers[name]
+	if c == nil || b.closed {
+		return
+	}
+	now := time.Now()
+	for _, sl := range slices.Clone(c.slots) {
+		effects, wake := b.state.Step(now, scheduler.Died{Slot: sl.name, Detail: detail})
+		b.act(now, effects, wake)
+	}
+	b.ended()
+}
+
+func (b *Broker) load(ctx context.Context, cancel func(), sl *slot, driver lifecycle.Driver, t lifecycle.Target, e scheduler.Effect) {
 	defer cancel()
-	err := driver.Load(ctx)
+	err := driver.Load(ctx, t)
 	done := scheduler.LoadDone{Slot: e.Slot, Epoch: e.Epoch}
 	if err != nil {
 		done.Err, done.OutOfMemory = err.Error(), errors.Is(err, lifecycle.ErrOutOfMemory)
 	}
 	b.mu.Lock()
-	c.loadEnded = time.Now()
+	sl.loadEnded = time.Now()
+	if sl.consumer.driver == driver {
+		sl.consumer.findUpstream()
+	}
 	b.mu.Unlock()
 	b.step(done)
 }
 
-func (b *Broker) unload(driver lifecycle.Driver, timeout time.Duration, e scheduler.Effect) {
+func (b *Broker) unload(driver lifecycle.Driver, timeout time.Duration, t lifecycle.Target, e scheduler.Effect) {
 	ctx, cancel := context.WithTimeout(b.ctx, timeout)
 	defer cancel()
-	confirmed, err := driver.Unload(ctx)
+	confirmed, err := driver.Unload(ctx, t)
 	done := scheduler.UnloadDone{Slot: e.Slot, Epoch: e.Epoch, Confirmed: confirmed}
 	if err != nil {
 		done.Err = err.Error()
@@ -79,14 +139,14 @@ func (b *Broker) unload(driver lifecycle.Driver, timeout time.Duration, e schedu
 
 // checkBusy asks a server whether it works. One that does not listen does not
 // work; any other failure is taken for work, since unloading would cut it.
-func (b *Broker) checkBusy(driver lifecycle.Driver, timeout time.Duration, e scheduler.Effect) {
+func (b *Broker) checkBusy(driver lifecycle.Driver, timeout time.Duration, t lifecycle.Target, e scheduler.Effect) {
 	if !sleep(b.ctx, e.After) {
 		return
 	}
 	ctx, cancel := context.WithTimeout(b.ctx, timeout)
 	defer cancel()
 	answer := scheduler.BusyAnswer{Slot: e.Slot, Sent: time.Now()}
-	busy, err := driver.Busy(ctx)
+	busy, err := driver.Busy(ctx, t)
 	answer.Failed = err != nil && !errors.Is(err, lifecycle.ErrRefused)
 	answer.Busy = busy || answer.Failed
 	b.step(answer)
@@ -129,7 +189,40 @@ func (b *Broker) probe(ctx context.Context, name string, driver lifecycle.Driver
 	if ctx.Err() != nil {
 		return
 	}
-	b.step(scheduler.Probed{Slot: name, Sent: sent, Outcome: probeOutcomes[r.Outcome], Detail: r.Detail, Loaded: tris[r.Loaded], Resident: r.Resident})
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.consumers[name]
+	if c == nil || b.closed || ctx.Err() != nil {
+		return
+	}
+	now := time.Now()
+	b.learnOf(now, c, r.Models)
+	for _, sl := range slices.Clone(c.slots) {
+		effects, wake := b.state.Step(now, said(sl, r, sent))
+		b.act(now, effects, wake)
+	}
+	b.ended()
+}
+
+// said is what a server's report says of one of its slots.
+func said(sl *slot, r lifecycle.Report, sent time.Time) scheduler.Probed {
+	e := scheduler.Probed{Slot: sl.name, Sent: sent, Outcome: probeOutcomes[r.Outcome], Detail: r.Detail, Loaded: tris[r.Loaded], Resident: r.Resident}
+	if sl.model == "" {
+		return e
+	}
+	e.Loaded, e.Resident = scheduler.NotTold, -1
+	switch {
+	case r.Models != nil:
+		e.Loaded = scheduler.No
+		for _, m := range r.Models {
+			if lifecycle.Same(m.Name, sl.model, sl.consumer.traits.Tag) {
+				e.Loaded, e.Resident = scheduler.Yes, m.Resident
+			}
+		}
+	case r.Loaded == lifecycle.No: // nothing at all is
+		e.Loaded = scheduler.No
+	}
+	return e
 }
 
 var (

@@ -3,6 +3,7 @@ package broker
 import (
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
@@ -19,10 +20,15 @@ type Explained struct {
 func (b *Broker) Explain(name string, priority *int) (Explained, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	c := b.configOf(name)
-	if c == nil {
+	slots := b.slotNames(name)
+	if len(slots) == 0 {
 		return Explained{}, fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
 	}
+	if len(slots) > 1 {
+		return Explained{}, fmt.Errorf("%w: %w", ErrCannot, severalModels(name, slots))
+	}
+	consumer, model, _ := strings.Cut(name, "/")
+	c := b.configOf(consumer)
 	p := DefaultPriority
 	if c.Priority != nil {
 		p = *c.Priority
@@ -31,11 +37,11 @@ func (b *Broker) Explain(name string, priority *int) (Explained, error) {
 		p = *priority
 	}
 	now := time.Now()
-	out := Explained{Explanation: b.state.Explain(now, name, p)}
-	ladder := Request{Consumer: name, Candidates: append([]string{name}, c.Fallback...)}
-	if to := b.choose(now, &ladder); to != name {
-		out.Fallback = to
-		out.Reason += fmt.Sprintf("; but %s is warm, and serves it instead, where the route has no other fallback", to)
+	out := Explained{Explanation: b.state.Explain(now, slots[0], p)}
+	ladder := Request{Consumer: consumer, Model: model, Candidates: append([]string{consumer}, c.Fallback...)}
+	if to, _ := b.choose(now, &ladder); to != nil && to.name != consumer {
+		out.Fallback = to.name
+		out.Reason += fmt.Sprintf("; but %s is warm, and serves it instead, where the route has no other fallback", to.name)
 	}
 	return out, nil
 }
@@ -79,9 +85,12 @@ func (b *Broker) Lend(index int, d time.Duration) (Lent, error) {
 
 // Pin pins a consumer by hand, or ends that, whatever its configuration says: until the process ends.
 func (b *Broker) Pin(name string, on bool) error {
-	if !b.Knows(name) {
+	slots := b.SlotNames(name)
+	if len(slots) == 0 {
 		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
 	}
-	b.step(scheduler.SetPin{Slot: name, On: on})
+	for _, slot := range slots {
+		b.step(scheduler.SetPin{Slot: slot, On: on})
+	}
 	return nil
 }

@@ -129,7 +129,7 @@ func (f *fakeServer) Probe(context.Context) lifecycle.Report {
 	return lifecycle.Report{Loaded: lifecycle.TriOf(f.loaded), Resident: -1}
 }
 
-func (f *fakeServer) Load(ctx context.Context) error {
+func (f *fakeServer) Load(ctx context.Context, _ lifecycle.Target) error {
 	if !sleep(ctx, f.load) {
 		return ctx.Err()
 	}
@@ -145,7 +145,7 @@ func (f *fakeServer) Load(ctx context.Context) error {
 	return nil
 }
 
-func (f *fakeServer) Unload(ctx context.Context) (bool, error) {
+func (f *fakeServer) Unload(ctx context.Context, _ lifecycle.Target) (bool, error) {
 	f.setUnloading(true)
 	defer f.setUnloading(false)
 	if !sleep(ctx, f.unload) {
@@ -162,7 +162,7 @@ func (f *fakeServer) Unload(ctx context.Context) (bool, error) {
 	return true, nil
 }
 
-func (f *fakeServer) Busy(ctx context.Context) (bool, error) {
+func (f *fakeServer) Busy(ctx context.Context, _ lifecycle.Target) (bool, error) {
 	if !sleep(ctx, f.asked) {
 		return false, ctx.Err()
 	}

@@ -26,9 +26,10 @@ type Generation struct {
 	Keys       map[string]string // of the lifecycles, by consumer
 	Logger     *zap.Logger
 	Observer   Observer
-	Store      Store // where what was learnt is kept; nil: nowhere
-	FlagStore  Store // where the flags are kept; nil: nowhere
-	CloudSeed  *bool // what the environment says of cloud fallbacks; nil: nothing
+	Store      Store  // where what was learnt is kept; nil: nowhere
+	FlagStore  Store  // where the flags are kept; nil: nowhere
+	CloudSeed  *bool  // what the environment says of cloud fallbacks; nil: nothing
+	Dir        string // where drivers may keep what must outlive a crash; empty: nowhere
 
 	once   sync.Once
 	ruled  chan struct{}               // see Ruled
@@ -49,36 +50,6 @@ func (g *Generation) Undone() <-chan struct{} {
 }
 
 func (g *Generation) init() { g.ruled, g.undone = make(chan struct{}), make(chan struct{}) }
-
-// consumer is a model server as the broker knows it. Its fields are guarded by the broker's mutex.
-type consumer struct {
-	name     string
-	key      string
-	driver   lifecycle.Driver
-	traits   lifecycle.Traits
-	upstream string
-	async    bool
-	budget   time.Duration
-	cfg      *config.Consumer
-
-	probeTimeout, loadTimeout, unloadTimeout, interval time.Duration
-
-	cancelLoad func()    // ends the load under way; nil: none
-	loadBegan  time.Time // of the last load
-	loadEnded  time.Time
-	probeNow   chan struct{} // cap 1
-	stopProbes func()        // nil: none run
-	requests   uint64
-}
-
-// loadedSince is how much of the time since then the last load took.
-func (c *consumer) loadedSince(since time.Time) time.Duration {
-	began := c.loadBegan
-	if began.Before(since) {
-		began = since
-	}
-	return max(0, c.loadEnded.Sub(began))
-}
 
 // Push takes in a generation. The first starts the broker. A later one rules
 // as soon as those before it are popped, which is when Caddy stops them: until
@@ -135,6 +106,11 @@ func (b *Broker) Retire(ctx context.Context) {
 	b.mu.Lock()
 	unused := len(b.gens) == 0 && !b.closed && b.current.Load() != nil
 	if unused {
+		for name, c := range b.consumers {
+			if c.partner != nil {
+				delete(b.consumers, name)
+			}
+		}
 		cfg := SchedulerConfig(b.current.Load().Config)
 		now := time.Now()
 		effects, wake := b.state.Step(now, scheduler.Configure{Config: cfg})
@@ -171,29 +147,46 @@ func (b *Broker) Knows(consumer string) bool {
 func (b *Broker) open(g *Generation) (map[string]lifecycle.Driver, error) {
 	opened := map[string]lifecycle.Driver{}
 	for _, cc := range g.Config.Consumers {
+		if cc.Shares != "" { // its partner's driver is its own
+			continue
+		}
 		// Behind another that is to rule first nobody knows what will be there.
-		if c := b.consumers[cc.Name]; len(b.gens) <= 1 && c != nil && c.key == g.Keys[cc.Name] && !b.leaves(cc.Name) {
+		if c := b.consumers[cc.Name]; len(b.gens) <= 1 && c != nil && c.has(g.Keys[cc.Name]) && !b.leaves(c) {
 			continue
 		}
 		d, err := g.Lifecycles[cc.Name].Open(lifecycle.Deps{
 			Consumer: cc.Name, Upstream: cc.Upstream, Logger: g.Logger.With(zap.String("consumer", cc.Name)),
 			ProbeTimeout: time.Duration(g.Config.ProbeTimeout), UnloadTimeout: time.Duration(cc.UnloadTimeout),
+			Dir: g.Dir, Died: func(detail string) { b.died(cc.Name, detail) },
 		})
+		if err == nil {
+			opened[cc.Name] = d
+			err = checkTraits(cc, d.Traits())
+		}
 		if err != nil {
 			for _, d := range opened {
 				_ = d.Close()
 			}
 			return nil, fmt.Errorf("consumer %q: %w", cc.Name, err)
 		}
-		opened[cc.Name] = d
 	}
 	return opened, nil
 }
 
+// checkTraits says what a consumer's driver would have to be able to do.
+func checkTraits(cc *config.Consumer, t lifecycle.Traits) error {
+	if len(cc.Models) > 0 && !t.UnloadModel {
+		return errors.New("it has models, but its unload route can't unload one by its name: write {model} where the name goes, or leave the models out and give the consumer their vram")
+	}
+	return nil
+}
+
 // leaves says whether a consumer was removed, and may be gone at any moment. The caller holds mu.
-func (b *Broker) leaves(name string) bool {
-	v, _ := b.state.Slot(name)
-	return v.Gone
+func (b *Broker) leaves(c *consumer) bool {
+	return !slices.ContainsFunc(c.slots, func(sl *slot) bool {
+		v, known := b.state.Slot(sl.name)
+		return known && !v.Gone
+	})
 }
 
 // rule puts a generation into force. It holds mu.
@@ -202,30 +195,117 @@ func (b *Broker) rule(g *Generation) {
 	opened := g.opened
 	g.opened = nil
 	defer close(g.ruled)
-	sc := SchedulerConfig(g.Config)
 	for _, cc := range g.Config.Consumers {
+		if cc.Shares != "" {
+			continue
+		}
 		c := b.consumers[cc.Name]
-		if c == nil {
+		if sl := b.slots[cc.Name]; c != nil && c.partner != nil && sl != nil { // it had a server of its own before, and that is leaving
+			c = sl.consumer
+			b.consumers[cc.Name] = c
+		}
+		if c == nil || c.partner != nil {
 			c = &consumer{name: cc.Name, probeNow: make(chan struct{}, 1)}
 			b.consumers[cc.Name] = c
 		}
-		if d := opened[cc.Name]; d != nil {
-			if c.driver != nil {
-				_ = c.driver.Close()
-			}
-			c.driver, c.key, c.traits = d, g.Keys[cc.Name], d.Traits()
-		}
-		c.cfg, c.upstream, c.async, c.budget = cc, cc.Upstream, cc.Async, time.Duration(cc.Budget)
-		c.probeTimeout, c.interval = time.Duration(g.Config.ProbeTimeout), time.Duration(g.Config.ProbeInterval)
-		c.loadTimeout, c.unloadTimeout = time.Duration(cc.LoadTimeout), time.Duration(cc.UnloadTimeout)
-		sc.Slots = append(sc.Slots, SlotConfig(cc, c.traits))
+		b.equip(c, cc, g, opened[cc.Name])
 	}
-	now := time.Now()
-	effects, wake := b.state.Step(now, scheduler.Configure{Config: sc})
-	b.act(now, effects, wake)
-	for _, cc := range g.Config.Consumers {
-		b.startProbes(b.consumers[cc.Name])
+	b.share(g)
+	b.configure(time.Now())
+	for _, c := range b.consumers {
+		if c.partner == nil {
+			b.startProbes(c)
+		}
 	}
 	b.startSampler(g)
 	b.keepLearnt(g)
+}
+
+// equip gives a consumer its settings and, where it is another, its driver d. A driver that has its
+// server running is replaced once that is stopped. It holds mu.
+func (b *Broker) equip(c *consumer, cc *config.Consumer, g *Generation, d lifecycle.Driver) {
+	key := g.Keys[cc.Name]
+	set := settings{key: key, driver: d, cfg: cc,
+		probeTimeout: time.Duration(g.Config.ProbeTimeout), interval: time.Duration(g.Config.ProbeInterval),
+		loadTimeout: time.Duration(cc.LoadTimeout), unloadTimeout: time.Duration(cc.UnloadTimeout)}
+	if d != nil && c.has(key) { // it was opened behind another generation, which has brought it already
+		b.close(d)
+		set.driver = nil
+	}
+	switch {
+	case c.driver != nil && c.key == key: // as it was
+		b.dropNext(c)
+		set.driver = c.driver
+		c.take(set)
+	case c.next != nil && c.next.key == key:
+		set.driver = c.next.driver
+		c.next = &set
+	case c.runs():
+		b.dropNext(c)
+		c.next = &set
+	default:
+		b.dropNext(c)
+		if c.driver != nil {
+			b.close(c.driver)
+		}
+		c.take(set)
+	}
+}
+
+// dropNext lets go of a driver that does not replace the present one after all. It holds mu.
+func (b *Broker) dropNext(c *consumer) {
+	if c.next != nil {
+		b.close(c.next.driver)
+		c.next = nil
+	}
+}
+
+// close closes a driver, which may have a server to stop, beside everything else. It holds mu.
+func (b *Broker) close(d lifecycle.Driver) {
+	b.tasks.Go(func() { _ = d.Close() })
+}
+
+// share tells the partners of consumers that share a server. It holds mu.
+func (b *Broker) share(g *Generation) {
+	for name, c := range b.consumers {
+		if c.partner != nil && !slices.ContainsFunc(g.Config.Consumers, func(cc *config.Consumer) bool { return cc.Name == name && cc.Shares != "" }) {
+			delete(b.consumers, name)
+		}
+	}
+	for _, cc := range g.Config.Consumers {
+		if cc.Shares == "" {
+			continue
+		}
+		c := b.consumers[cc.Name]
+		if c == nil || c.partner == nil {
+			c = &consumer{name: cc.Name}
+			b.consumers[cc.Name] = c
+		}
+		c.partner, c.cfg = b.consumers[cc.Shares], cc
+	}
+}
+
+// configure tells the scheduler of everything that there is. It holds mu.
+func (b *Broker) configure(now time.Time) {
+	g := b.current.Load()
+	sc := SchedulerConfig(g.Config)
+	for _, cc := range g.Config.Consumers {
+		if c := b.consumers[cc.Name]; c != nil && c.partner == nil {
+			sc.Slots = append(sc.Slots, b.slotsOf(c)...)
+		}
+	}
+	effects, wake := b.state.Step(now, scheduler.Configure{Config: sc})
+	b.act(now, effects, wake)
+}
+
+// renew replaces the driver of a consumer whose server is stopped, and says so to the scheduler. It holds mu.
+func (b *Broker) renew(c *consumer) {
+	if c.next == nil {
+		return
+	}
+	next := *c.next
+	c.next = nil
+	b.close(c.driver)
+	c.take(next)
+	b.startProbes(c)
 }

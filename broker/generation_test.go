@@ -46,14 +46,14 @@ func (d *driver) Probe(ctx context.Context) lifecycle.Report {
 	d.used.Add(1)
 	return d.fakeServer.Probe(ctx)
 }
-func (d *driver) Load(ctx context.Context) error { d.used.Add(1); return d.fakeServer.Load(ctx) }
-func (d *driver) Unload(ctx context.Context) (bool, error) {
+func (d *driver) Load(ctx context.Context, t lifecycle.Target) error { d.used.Add(1); return d.fakeServer.Load(ctx, t) }
+func (d *driver) Unload(ctx context.Context, t lifecycle.Target) (bool, error) {
 	d.used.Add(1)
-	return d.fakeServer.Unload(ctx)
+	return d.fakeServer.Unload(ctx, t)
 }
-func (d *driver) Busy(ctx context.Context) (bool, error) {
+func (d *driver) Busy(ctx context.Context, t lifecycle.Target) (bool, error) {
 	d.used.Add(1)
-	return d.fakeServer.Busy(ctx)
+	return d.fakeServer.Busy(ctx, t)
 }
 
 // made is a generation whose drivers are accounted for. Each has a key: those of equal keys are the same.

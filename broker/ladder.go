@@ -1,19 +1,41 @@
 package broker
 
 import (
+	"slices"
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 )
 
-// choose says which consumer serves a request: it is asked once, in the step
-// that takes the request in. It holds mu.
-func (b *Broker) choose(now time.Time, r *Request) string {
+// choose says which consumer serves a request, and which of its slots: it is asked once, in the step
+// that takes the request in. Without a slot there is nobody. It holds mu.
+func (b *Broker) choose(now time.Time, r *Request) (*consumer, *slot) {
 	if len(r.Candidates) < 2 {
-		return r.Consumer
+		sl := b.find(now, r.Consumer, r.Model)
+		return b.consumers[r.Consumer], sl
 	}
-	candidates, first := b.guarded(r.Candidates), b.configOf(r.Candidates[0])
-	return b.state.Choose(now, candidates, r.PinPrimary || first != nil && first.PinPrimary)
+	first := b.find(now, r.Candidates[0], r.Model)
+	if first == nil {
+		return nil, nil
+	}
+	candidates := b.guarded(r.Candidates)
+	names := b.rungs[:0]
+	for i, name := range candidates {
+		sl := first
+		if i > 0 {
+			sl = b.find(now, name, "")
+		}
+		if sl == nil { // it is leaving: the scheduler knows nothing of it
+			names = append(names, "")
+			continue
+		}
+		names = append(names, sl.name)
+	}
+	b.rungs = names
+	cfg := b.configOf(r.Candidates[0])
+	chosen := b.state.Choose(now, names, r.PinPrimary || cfg.PinPrimary)
+	at := slices.Index(names, chosen)
+	return b.consumers[candidates[at]], b.slots[chosen]
 }
 
 // guarded is the cloud guard (spec §4.7): without leave, a ladder leads to no

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"strings"
 	"time"
 
 	"go.uber.org/zap"
@@ -75,7 +76,12 @@ func decodeLearnt(data []byte) (map[string]scheduler.Learnt, error) {
 	}
 	out := map[string]scheduler.Learnt{}
 	for name, c := range doc.Consumers {
-		if err := config.CheckName(name); err != nil {
+		consumer, model, of := strings.Cut(name, "/")
+		err := config.CheckName(consumer)
+		if err == nil && of {
+			err = config.CheckModelName(model)
+		}
+		if err != nil {
 			return nil, fmt.Errorf("consumer %q: %w", name, err)
 		}
 		l := scheduler.Learnt{LastUse: c.LastUsed, LastPriority: c.LastPriority, Footprints: c.Footprints}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
@@ -17,18 +19,50 @@ var (
 	ErrCannot          = errors.New("the consumer can't do that")
 )
 
-// LoadByHand loads a consumer, by the same rules as for a request. It returns
+// SlotNames are the names of what a name of the admin API stands for: a consumer's slots, or CONSUMER/MODEL itself. None: it is not known.
+func (b *Broker) SlotNames(name string) []string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.slotNames(name)
+}
+
+// slotNames is SlotNames. It holds mu.
+func (b *Broker) slotNames(name string) (out []string) {
+	if c := b.consumers[name]; c != nil {
+		for _, sl := range c.real().slots {
+			out = append(out, sl.name)
+		}
+		return out
+	}
+	if b.slots[name] != nil {
+		out = append(out, name)
+	}
+	return out
+}
+
+// severalModels is the error for a consumer where one of its models must be meant.
+func severalModels(name string, slots []string) error {
+	return fmt.Errorf("%q has several models: name one of %s", name, strings.Join(slots, ", "))
+}
+
+// LoadByHand loads a consumer, or a model CONSUMER/MODEL, by the same rules as for a request. It returns
 // when that is done or has failed; if ctx ends before, the load goes on.
 func (b *Broker) LoadByHand(ctx context.Context, name string) error {
-	v, ok := b.slot(name)
+	slots := b.SlotNames(name)
 	switch {
-	case !ok:
+	case len(slots) == 0:
 		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+	case len(slots) > 1:
+		return fmt.Errorf("%w: %w", ErrCannot, severalModels(name, slots))
+	}
+	v, _ := b.slot(slots[0])
+	switch {
 	case v.State == scheduler.Ready && v.GateOpen:
 		return nil
 	case !v.CanLoad:
 		return fmt.Errorf("%w: %q has no load route: it loads inside its first request", ErrCannot, name)
 	}
+	consumer, model, _ := strings.Cut(slots[0], "/")
 	done := make(chan error, 1)
 	b.mu.Lock()
 	if b.closed {
@@ -36,7 +70,7 @@ func (b *Broker) LoadByHand(ctx context.Context, name string) error {
 		return errors.New("the broker is stopping")
 	}
 	b.tasks.Go(func() { // it goes on if nobody waits for it any more, within the consumer's budget
-		l, err := b.Acquire(b.ctx, Request{Consumer: name, Priority: DefaultPriority})
+		l, err := b.Acquire(b.ctx, Request{Consumer: consumer, Model: model, Priority: DefaultPriority})
 		l.Release(scheduler.NoAnswer) // no use: it moves the idle clock alone
 		done <- err
 	})
@@ -49,19 +83,32 @@ func (b *Broker) LoadByHand(ctx context.Context, name string) error {
 	}
 }
 
-// UnloadByHand unloads a consumer; running work ends first. It returns when
+// UnloadByHand unloads a consumer with all its models, or one model CONSUMER/MODEL; running work ends first. It returns when
 // the memory is back, or with what went wrong.
 func (b *Broker) UnloadByHand(ctx context.Context, name string, force bool) error {
+	slots := b.SlotNames(name)
+	if len(slots) == 0 {
+		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+	}
+	if s := b.current.Load().Config.Scheduler; s != config.Evicting {
+		return fmt.Errorf("%w: the scheduler is %s, which unloads nothing", ErrCannot, s)
+	}
+	var errs []error
+	for _, slot := range slots {
+		errs = append(errs, b.unloadSlot(ctx, slot, force))
+	}
+	return errors.Join(errs...)
+}
+
+func (b *Broker) unloadSlot(ctx context.Context, name string, force bool) error {
 	v, ok := b.slot(name)
 	switch {
 	case !ok:
-		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+		return nil // it has gone meanwhile
 	case v.Pinned && !force:
 		return fmt.Errorf("%w: %q", ErrPinned, name)
 	case !v.CanUnload:
 		return fmt.Errorf("%w: %q has no unload route", ErrCannot, name)
-	case b.current.Load().Config.Scheduler != config.Evicting:
-		return fmt.Errorf("%w: the scheduler is %s, which unloads nothing", ErrCannot, b.current.Load().Config.Scheduler)
 	}
 	since := time.Now()
 	b.step(scheduler.Unload{Slot: name})
@@ -89,21 +136,37 @@ func (b *Broker) UnloadByHand(ctx context.Context, name string, force bool) erro
 	}
 }
 
-// Drain lets no more requests of a consumer in, or of all if the name is empty:
+// Drain lets no more requests of a consumer, or of a model CONSUMER/MODEL, in, or of all if the name is empty:
 // those that wait are refused at once. It returns when the last that runs has
 // ended. Resume lets them in again.
 func (b *Broker) Drain(ctx context.Context, name string) error {
-	if name != "" && !b.Knows(name) {
-		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+	slots, err := b.drain(name, false)
+	if err != nil {
+		return err
 	}
-	b.step(scheduler.Drain{Slot: name})
 	return b.until(ctx, func() bool {
 		if name == "" {
 			return b.state.Running() == 0
 		}
-		v, _ := b.state.Slot(name)
-		return v.Active+v.Held == 0
+		return !slices.ContainsFunc(slots, func(slot string) bool {
+			v, _ := b.state.Slot(slot)
+			return v.Active+v.Held > 0
+		})
 	})
+}
+
+// drain begins or ends a Drain, and says of which slots.
+func (b *Broker) drain(name string, off bool) ([]string, error) {
+	slots := []string{""}
+	if name != "" {
+		if slots = b.SlotNames(name); len(slots) == 0 {
+			return nil, fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+		}
+	}
+	for _, slot := range slots {
+		b.step(scheduler.Drain{Slot: slot, Off: off})
+	}
+	return slots, nil
 }
 
 // until waits for what the end of a job, or another event, can bring about. over is called under mu.
@@ -130,11 +193,8 @@ func (b *Broker) until(ctx context.Context, over func() bool) error {
 
 // Resume ends a Drain.
 func (b *Broker) Resume(name string) error {
-	if name != "" && !b.Knows(name) {
-		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
-	}
-	b.step(scheduler.Drain{Slot: name, Off: true})
-	return nil
+	_, err := b.drain(name, true)
+	return err
 }
 
 // StopAdmitting is Drain of all, without waiting, and for good: the process ends.

@@ -9,8 +9,8 @@ import (
 
 	"go.uber.org/zap"
 
-	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -119,9 +119,9 @@ func (b *Broker) look(ctx context.Context, s gpu.Sampler, detail gpu.Detail, fir
 		return
 	}
 	e := scheduler.Sampled{At: sample.At, First: first}
-	cfg := b.current.Load().Config
+	owners := b.owners()
 	for _, d := range sample.Devices {
-		e.Devices = append(e.Devices, device(d, cfg))
+		e.Devices = append(e.Devices, device(d, owners))
 	}
 	b.mu.Lock()
 	for _, d := range sample.Devices {
@@ -133,8 +133,41 @@ func (b *Broker) look(ctx context.Context, s gpu.Sampler, detail gpu.Detail, fir
 	b.step(e)
 }
 
+// owner is a consumer whose processes can be told from others.
+type owner struct {
+	slot string
+	gpu  int
+	owns func(gpu.Process) bool
+}
+
+// owners are the consumers whose memory can be measured: what runs in the process of one with models can't be told apart.
+func (b *Broker) owners() (out []owner) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, cc := range b.current.Load().Config.Consumers {
+		c := b.consumers[cc.Name]
+		if c == nil || c.partner != nil || c.cfg.HasModels() {
+			continue
+		}
+		o := owner{slot: c.name, gpu: c.cfg.GPU}
+		sup, supervised := c.driver.(lifecycle.Supervisor)
+		switch names := c.cfg.Processes; {
+		case len(names) > 0:
+			o.owns = func(p gpu.Process) bool {
+				return slices.Contains(names, p.Name) || slices.Contains(names, path.Base(p.Name))
+			}
+		case supervised:
+			o.owns = func(p gpu.Process) bool { return sup.Owns(p.PID) }
+		default:
+			continue
+		}
+		out = append(out, o)
+	}
+	return out
+}
+
 // device turns a reading into the scheduler's words: which memory is whose, as far as processes tell.
-func device(d gpu.Device, cfg *config.Broker) scheduler.Device {
+func device(d gpu.Device, owners []owner) scheduler.Device {
 	out := scheduler.Device{Index: d.Index, UUID: d.UUID, Name: d.Name, Total: d.Total, Free: d.Free, Known: d.MemoryKnown,
 		Unified: d.Unified, Lost: d.Health == gpu.Lost, Reason: d.Reason}
 	if !d.ProcessesKnown {
@@ -143,14 +176,14 @@ func device(d gpu.Device, cfg *config.Broker) scheduler.Device {
 	out.Measured = map[string]gpu.Bytes{}
 	out.Outsiders = []string{}
 	strangers := slices.Clone(d.Processes)
-	for _, c := range cfg.Consumers {
-		if len(c.Processes) == 0 || c.GPU != d.Index {
+	for _, o := range owners {
+		if o.gpu != d.Index {
 			continue
 		}
 		var sum gpu.Bytes
 		known := true
 		strangers = slices.DeleteFunc(strangers, func(p gpu.Process) bool {
-			if !slices.Contains(c.Processes, p.Name) && !slices.Contains(c.Processes, path.Base(p.Name)) {
+			if !o.owns(p) {
 				return false
 			}
 			known = known && p.Used >= 0
@@ -158,7 +191,7 @@ func device(d gpu.Device, cfg *config.Broker) scheduler.Device {
 			return true
 		})
 		if known {
-			out.Measured[c.Name] = sum
+			out.Measured[o.slot] = sum
 		}
 	}
 	slices.SortFunc(strangers, func(a, b gpu.Process) int { return int(b.Used/gpu.MiB - a.Used/gpu.MiB) })

@@ -41,7 +41,28 @@ func SlotConfig(c *config.Consumer, t lifecycle.Traits) scheduler.SlotConfig {
 		Name: c.Name, Server: c.Upstream, Disabled: !c.IsEnabled(), GPUs: []int{c.GPU}, Claim: c.VRAM, Residual: c.Residual, Concurrency: c.Concurrency,
 		LockNone: !c.NeedsLock(), Coexist: c.CanCoexistWith, Pin: c.Pin, NoEvict: c.NoEvict, VRAMManaged: c.VRAMManaged,
 		KeepAlive: time.Duration(c.KeepAlive), IdleTimeout: idle, OwnIdle: c.OwnIdleTimeout(), MaxRun: longest, SwitchCost: time.Duration(c.SwitchCost), Budget: time.Duration(c.Budget), Async: c.Async,
-		Conflicts: c.ConflictsWith, Reserved: c.ReservedInteractive,
+		Starts: t.Starts, Conflicts: c.ConflictsWith, Reserved: c.ReservedInteractive,
 		CanLoad: t.Load, CanUnload: t.Unload, CanProbe: t.Health, CanTell: t.Residency, CanBusy: t.Busy,
 	}
+}
+
+// ModelConfig is what a model of a consumer tells the scheduler, on the basis of what the consumer tells it.
+func ModelConfig(of scheduler.SlotConfig, c *config.Consumer, m *config.Model, t lifecycle.Traits) scheduler.SlotConfig {
+	of.Name, of.Consumer = SlotName(c.Name, m.Name), c.Name
+	if of.Claim = m.VRAM; m.VRAM == 0 {
+		of.Claim = c.VRAM
+	}
+	of.Residual = 0 // the process is the consumer's
+	of.Pin = of.Pin || m.Pin
+	if m.KeepAlive > 0 {
+		of.KeepAlive = time.Duration(m.KeepAlive)
+	}
+	if m.IdleTimeout != nil {
+		of.IdleTimeout, of.OwnIdle = time.Duration(*m.IdleTimeout), true
+	}
+	if m.Concurrency > 0 {
+		of.Concurrency = m.Concurrency
+	}
+	of.CanLoad, of.CanUnload, of.CanTell = t.LoadModel, t.UnloadModel, t.Models
+	return of
 }

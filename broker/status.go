@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -99,13 +100,18 @@ type Consumer struct {
 	Removed       bool    `json:"removed,omitempty"`
 	Draining      bool    `json:"draining,omitempty"` // no more requests for it are taken
 	UnloadAt      string  `json:"unload_at,omitempty"`
+	Shares        string  `json:"shares,omitempty"` // the consumer whose process it shares; what runs and waits is told of both together
 	Slots         []Slot  `json:"slots"`
+
+	Process *lifecycle.State `json:"process,omitempty"` // of a server that the broker starts
 }
 
 // Slot is one resident instance of a consumer.
 type Slot struct {
-	State       string  `json:"state"` // UNKNOWN, IDLE, LOADING, READY, STOPPING
-	Gate        string  `json:"gate"`  // open, closed
+	Model       string  `json:"model,omitempty"`   // of a consumer with several
+	Adopted     bool    `json:"adopted,omitempty"` // nobody named it in the configuration
+	State       string  `json:"state"`             // UNKNOWN, IDLE, LOADING, READY, STOPPING
+	Gate        string  `json:"gate"`              // open, closed
 	DrainsFor   string  `json:"drains_for,omitempty"`
 	Booking     int64   `json:"booking"`
 	Seen        int64   `json:"seen"`
@@ -150,8 +156,22 @@ func (b *Broker) Status() Status {
 		}
 	}
 	out.Scheduler.OldestQueued = stamp(oldest)
+	of := map[string][]scheduler.SlotView{}
 	for _, v := range snap.Slots {
-		out.Consumers[v.Name] = b.consumerStatus(v)
+		name := ConsumerOf(v.Name)
+		of[name] = append(of[name], v)
+	}
+	for name, slots := range of {
+		out.Consumers[name] = b.consumerStatus(name, slots)
+	}
+	for name, c := range b.consumers {
+		if c.partner != nil {
+			out.Consumers[name] = b.partnerStatus(c, out.Consumers[c.partner.name])
+		}
+	}
+	for name, c := range out.Consumers { // not before: the others take their part of the whole
+		b.splitWith(name, &c)
+		out.Consumers[name] = c
 	}
 	return out
 }
@@ -176,30 +196,90 @@ func (b *Broker) gpu(g scheduler.GPUView) GPU {
 	return out
 }
 
-func (b *Broker) consumerStatus(v scheduler.SlotView) Consumer {
+// consumerStatus puts the slots of a consumer together. It holds mu.
+func (b *Broker) consumerStatus(name string, slots []scheduler.SlotView) Consumer {
+	out := Consumer{Pinned: true, Draining: true, Removed: true, Slots: []Slot{}}
+	var used time.Time
+	for _, v := range slots {
+		one := b.slotStatus(v)
+		out.Slots = append(out.Slots, one)
+		out.Enabled, out.Health, out.Reason = !v.Disabled, v.Health, v.Detail
+		out.Loaded = out.Loaded || v.State == scheduler.Ready
+		out.ResidentMiB += gpu.Bytes(one.Booking).MiB()
+		out.Active, out.Waiting = out.Active+v.Active+v.Held, out.Waiting+v.Waiting
+		out.Pinned, out.Draining, out.Removed = out.Pinned && v.Pinned, out.Draining && v.Draining, out.Removed && v.Gone
+		if v.LastUse.After(used) || used.IsZero() {
+			used, out.LastPriority = v.LastUse, v.LastPrio
+		}
+		if at := stamp(v.UnloadAt); at != "" && (out.UnloadAt == "" || at < out.UnloadAt) {
+			out.UnloadAt = at
+		}
+	}
+	out.LastUsed = stamp(used)
+	if c := b.consumers[name]; c != nil {
+		b.configured(c, &out)
+		out.Loaded = out.Loaded && !out.Cloud
+		if sup, ok := c.driver.(lifecycle.Supervisor); ok {
+			state := sup.State()
+			out.Process = &state
+		}
+	}
+	return out
+}
+
+// configured adds what is known beside the scheduler. It holds mu.
+func (b *Broker) configured(c *consumer, out *Consumer) {
+	out.TotalRequests = c.requests
+	out.StayWarmS = time.Duration(c.cfg.KeepAlive).Seconds()
+	out.Cloud = c.cfg.Cloud
+}
+
+// partnerStatus is that of a consumer that shares the process of another. It holds mu.
+func (b *Broker) partnerStatus(c *consumer, of Consumer) Consumer {
+	out := of
+	b.configured(c, &out)
+	out.Enabled, out.Shares = c.cfg.IsEnabled(), c.partner.name
+	out.Slots, out.Process = []Slot{}, nil // they are the other's
+	return out
+}
+
+// splitWith leaves to a consumer that shares a process its part of what is resident, by what each claims. It holds mu.
+func (b *Broker) splitWith(name string, out *Consumer) {
+	c := b.consumers[name]
+	if c == nil {
+		return
+	}
+	mine, all := c.cfg.VRAM, c.real().cfg.VRAM
+	for _, other := range b.consumers {
+		if other.partner == c.real() {
+			all += other.cfg.VRAM
+		}
+	}
+	if mine != all && all > 0 {
+		out.ResidentMiB = int64(float64(out.ResidentMiB) * float64(mine) / float64(all))
+	}
+}
+
+func (b *Broker) slotStatus(v scheduler.SlotView) Slot {
 	s := Slot{State: v.State.String(), Gate: "open", DrainsFor: v.DrainFor, Claim: int64(v.Claim), Measured: int64(v.Measured), ClaimSource: "config", GPUIndices: []int{},
 		Held: v.Held, SwitchCostS: v.Switch.Seconds(), Why: v.Why, CoolsUntil: stamp(v.CoolUntil)}
 	if !v.GateOpen {
 		s.Gate = "closed"
 	}
-	var resident gpu.Bytes
 	for i, h := range v.Holds {
 		if i == 0 {
 			s.GPUIndex = h.GPU
 		}
 		s.GPUIndices = append(s.GPUIndices, h.GPU)
 		s.Booking, s.Seen, s.Residue = s.Booking+int64(h.Booking), s.Seen+int64(h.Seen), s.Residue+int64(h.Residue)
-		resident += h.Booking
 	}
-	out := Consumer{Enabled: !v.Disabled, Health: v.Health, Reason: v.Detail, Loaded: v.State == scheduler.Ready, ResidentMiB: resident.MiB(), Active: v.Active + v.Held,
-		Waiting: v.Waiting, LastUsed: stamp(v.LastUse), LastPriority: v.LastPrio, Pinned: v.Pinned, Removed: v.Gone, Draining: v.Draining, UnloadAt: stamp(v.UnloadAt), Slots: []Slot{s}}
-	if c := b.consumers[v.Name]; c != nil {
-		out.TotalRequests = c.requests
-		out.StayWarmS = time.Duration(c.cfg.KeepAlive).Seconds()
-		out.Cloud = c.cfg.Cloud
-		out.Loaded = out.Loaded && !out.Cloud
+	if sl := b.slots[v.Name]; sl != nil {
+		s.Model, s.Adopted = sl.model, sl.adopted
+		if sl.adopted && sl.size > 0 {
+			s.ClaimSource = "server"
+		}
 	}
-	return out
+	return s
 }
 
 // Names lists the consumers of the ruling configuration, in its order.

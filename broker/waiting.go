@@ -25,6 +25,6 @@ func (b *Broker) place(job scheduler.JobID) Place {
 	if w == nil {
 		return Place{}
 	}
-	slot, _ := b.state.Slot(w.consumer.name)
+	slot, _ := b.state.Slot(w.slot.name)
 	return Place{Consumer: w.consumer.name, Position: b.state.Position(job), Loading: slot.State == scheduler.Loading}
 }

@@ -201,7 +201,7 @@ func (r *Route) ReadsBody() bool { return r.bodyReader() != "" }
 // bodyReader is the word for which the bodies of requests are looked into, or "".
 func (r *Route) bodyReader() string {
 	switch {
-	case slices.ContainsFunc(r.ModelFrom, func(m ModelFrom) bool { return m.Source == FromBody }):
+	case slices.ContainsFunc(r.ModelFrom, func(m ModelFrom) bool { return m.Source == config.FromBody }):
 		return "model_from body"
 	case r.TrustBody:
 		return "trust_body"

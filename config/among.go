@@ -50,6 +50,7 @@ func (f *faults) checkAmong(b *Broker) {
 		who := c.title(i)
 		others := slices.DeleteFunc(slices.Clone(names), func(name string) bool { return name == c.Name })
 		f.checkAliases(who, c, titles, aliases)
+		f.checkShares(who, c, byName, others)
 		for _, name := range c.CanCoexistWith {
 			if name != c.Name {
 				f.word(who, "consumer in can_coexist_with", name, others)
@@ -74,6 +75,9 @@ func (f *faults) checkAmong(b *Broker) {
 				continue
 			}
 			f.word(who, "consumer in fallback", name, others)
+			if other := byName[name]; other != nil && other.HasModels() {
+				f.add(who, "fallback names %s, which has models: its requests would not name one of them; leave that out", name)
+			}
 		}
 	}
 	f.checkRestore(b, byName, names)
@@ -107,6 +111,10 @@ func (f *faults) checkRestore(b *Broker, byName map[string]*Consumer, names []st
 		switch {
 		case c == nil:
 			f.word(who, "consumer in restore", r.Consumer, names)
+		case c.Shares != "":
+			f.add(who, "restore names %s, which shares the process of %s: name that one", r.Consumer, c.Shares)
+		case c.HasModels():
+			f.add(who, "restore names %s, which has models: it is not known which to load; leave that out", r.Consumer)
 		case c.Cloud:
 			f.add(who, "restore names %s, which is a cloud consumer and is never loaded: leave that out", r.Consumer)
 		case !c.IsEnabled():

@@ -118,7 +118,8 @@ type Consumer struct {
 	Name string `json:"name"`
 	// Other names by which requests may ask for it, such as `qwen2.5:7b`.
 	Alias []string `json:"alias,omitempty"`
-	// What is known of a kind of server: `ollama`, `comfyui`. Everything in it can be overridden here:
+	// What is known of a kind of server, such as `ollama` or `comfyui`: `caddy gpu-broker presets` lists them all. With a
+	// slash or a dot in it, it is the path of a file of your own, in the same form. Everything in a preset can be overridden here:
 	// objects are merged, lists and single values replace the preset's, and a route of the lifecycle with another
 	// path replaces the preset's route whole.
 	Preset string `json:"preset,omitempty"`
@@ -127,9 +128,18 @@ type Consumer struct {
 	// Its address, `host:port`: for probes, loads and unloads, and behind the
 	// placeholder `{http.gpu_broker.upstream}`.
 	Upstream string `json:"upstream,omitempty"`
-	// How much GPU memory it takes when loaded.
-	// Required, unless the scheduler is `locked` or `passthrough`.
+	// How much GPU memory it takes when loaded; of a consumer with models, what one takes that is not named here, which without it gets 404.
+	// Required, unless it has models, or the scheduler is `locked` or `passthrough`.
 	VRAM gpu.Bytes `json:"vram,omitempty"`
+	// Its models, each of which is loaded and unloaded by itself, for a server that can do so by a model's name (ollama,
+	// llama.cpp's router, LM Studio …). The request says which it wants, see model_from. Models that the server holds
+	// and that are not named here are taken in with the size that it states. Default: none; then the server is loaded and unloaded as a whole.
+	Models []*Model `json:"models,omitempty"`
+	// Where its requests name the model: `body`, `query NAME`, `header NAME`, `path`, as the route's setting of the same name. Default: `body`.
+	ModelFrom []ModelFrom `json:"model_from,omitempty"`
+	// Another consumer in the same process, such as the speech recognition beside this speech synthesis. Both are loaded and
+	// unloaded together, and what is measured is split between them by their vram. How it is probed, loaded and unloaded is told at the other.
+	Shares string `json:"shares,omitempty"`
 	// The index of the GPU that it runs on. Default: 0.
 	GPU int `json:"gpu,omitempty"`
 	// How many of its requests run at once. Default: 1.
@@ -169,6 +179,10 @@ type Consumer struct {
 	Residual gpu.Bytes `json:"residual,omitempty"`
 	// Its answer comes before its work is done: the GPU is held until its busy route says that it is idle.
 	Async bool `json:"async,omitempty"`
+	// The requests of which that is so, in the form of gpu_routes; the work of others is done with their answer. Default: all that need the GPU.
+	AsyncRoutes []string `json:"async_routes,omitempty"`
+	// Requests that need no GPU, in the same form, but that start a server which the broker has stopped, such as its page. Others get 503 not_running then.
+	StartOn []string `json:"start_on,omitempty"`
 	// Names of processes whose GPU memory is its, as the driver shows them; with them its use is measured.
 	Processes []string `json:"processes,omitempty"`
 
@@ -197,6 +211,27 @@ type Consumer struct {
 	explicit map[string]bool
 	// Whether IdleTimeout is its category's or the broker's.
 	sharedIdle bool
+}
+
+// Model is a model of a consumer that is loaded and unloaded by itself.
+type Model struct {
+	// The name by which the server knows it, `llama3.2:3b` for example.
+	Name string `json:"name"`
+	// Other names by which requests may ask for it. Requests are passed on as they are, so the server must know them, too.
+	Alias []string `json:"alias,omitempty"`
+	// How much GPU memory it takes. Default: the consumer's.
+	VRAM gpu.Bytes `json:"vram,omitempty"`
+	// Never unloaded for others, and never when idle. Default: the consumer's.
+	Pin bool `json:"pin,omitempty"`
+	// As the consumer's setting of the same name, whose value is the default.
+	KeepAlive caddy.Duration `json:"keep_alive,omitempty"`
+	// As the consumer's setting of the same name, whose value is the default.
+	IdleTimeout *caddy.Duration `json:"idle_timeout,omitempty"`
+	// How many of its requests run at once. Default: the consumer's.
+	Concurrency int `json:"concurrency,omitempty"`
+
+	// Where it is defined, `file:line`: the Caddyfile's adapter writes it. It has no effect.
+	Source string `json:"source,omitempty"`
 }
 
 // Reserved are places of the queue that are kept for urgent requests.

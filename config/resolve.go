@@ -84,7 +84,8 @@ func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) {
 	f.notNegative(who, "gpu", c.GPU)
 	f.size(who, "vram", c.VRAM)
 	f.size(who, "residual", c.Residual)
-	if c.VRAM == 0 && b.Scheduler == Evicting && !c.Cloud {
+	f.checkModels(who, c, b)
+	if c.VRAM == 0 && b.Scheduler == Evicting && !c.Cloud && !c.HasModels() {
 		f.add(who, "vram is missing: say how much GPU memory it takes when loaded, as in vram 6GiB")
 	}
 	if c.Cloud {
@@ -118,7 +119,7 @@ func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) {
 	for _, list := range []struct {
 		field    string
 		patterns []string
-	}{{"gpu_routes", c.GPURoutes}, {"bypass", c.Bypass}, {"touch", c.Touch}} {
+	}{{"gpu_routes", c.GPURoutes}, {"bypass", c.Bypass}, {"touch", c.Touch}, {"async_routes", c.AsyncRoutes}, {"start_on", c.StartOn}} {
 		for _, text := range list.patterns {
 			if _, err := ParseRoutePattern(text); err != nil {
 				f.add(who, "%s: %w", list.field, err)
@@ -132,6 +133,15 @@ func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) {
 		f.add(who, "lifecycle: %w", err)
 	case protocol != DefaultProtocol:
 		f.word(who, "lifecycle", protocol, append(GuestNames(LifecycleNamespace), DefaultProtocol))
+		if b.Scheduler != Evicting {
+			f.add(who, "lifecycle %s needs the scheduler %s: with %s nothing is started or stopped", protocol, Evicting, b.Scheduler)
+		}
+	}
+	if len(c.AsyncRoutes) > 0 {
+		c.Async = true
+	}
+	if len(c.StartOn) > 0 && (err != nil || protocol == DefaultProtocol) {
+		f.add(who, "start_on is for servers that the broker starts: give it a process, or leave start_on out")
 	}
 	c.LifecycleRaw = raw
 }

@@ -47,6 +47,9 @@ func (s *State) proceed(now time.Time) {
 		if sl.gone {
 			s.retire(now, sl)
 		}
+		if sl.cfg.Stale && !sl.gone {
+			s.renew(now, sl)
+		}
 		if sl.gate.closed {
 			s.proceedDrain(now, sl)
 		}

@@ -113,7 +113,7 @@ func (s *State) refusesSlot(sl *slot) *Refusal {
 // open says whether a job of the slot could run now, were the lock free.
 func (s *State) open(sl *slot, j *job) bool {
 	return s.cfg.Mode == Passthrough || sl.cfg.Cloud ||
-		!sl.lent && sl.state == Ready && !sl.gate.closed && sl.health == healthGood && sl.hasPlace(j)
+		!sl.lent && sl.dead == "" && sl.state == Ready && !sl.gate.closed && sl.health == healthGood && sl.hasPlace(j)
 }
 
 // hasPlace says whether one more job may run on the slot. Putting work into the
@@ -296,6 +296,10 @@ func (s *State) release(now time.Time, id JobID, outcome Outcome) {
 		}
 	}
 	s.unlock(sl)
+	if sl.dead != "" && sl.active == 0 {
+		s.fall(now, sl, sl.dead)
+		warmed = true // it moves: others may
+	}
 	switch outcome {
 	case DialRefused:
 		s.refused(now, sl)

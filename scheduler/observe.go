@@ -51,6 +51,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		s.reopen(now, sl, "it is in the configuration again")
 	}
 	sl.cfg, sl.gone = c, false
+	sl.renewing = sl.renewing && c.Stale
 	if fresh {
 		sl.on = nil
 	}
@@ -131,6 +132,10 @@ const healthTimeouts = 3
 func (s *State) probed(now time.Time, e Probed) {
 	sl := s.named[e.Slot]
 	if sl == nil || e.Sent.Before(sl.since) || sl.state == Loading || sl.state == Stopping || sl.stop.flush {
+		return
+	}
+	if sl.cfg.Starts && e.Outcome != ProbeAnswered {
+		s.mute(now, sl, e)
 		return
 	}
 	switch e.Outcome {

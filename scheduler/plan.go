@@ -199,6 +199,10 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 		t.why = "cools down after a failed load"
 		return false
 	}
+	if t.cfg.Stale {
+		t.why = "waits until its server is stopped, whose settings have changed"
+		return false
+	}
 	if t.gate.closed { // it is about to be unloaded: it claims nothing before that is over
 		t.why = "waits until it has been unloaded"
 		return false

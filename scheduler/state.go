@@ -139,6 +139,10 @@ type slot struct {
 	pin       *bool     // said by hand; nil: the configuration's word
 	restoring bool      // it is being loaded again since its GPU is idle
 	evicted   bool      // it was unloaded for another, and not asked for since
+	dead      string    // how its server ended, while jobs that ran there have not ended yet; empty: it lives
+	deaths    int       // in a row, each soon after it was loaded
+	reviving  bool      // it is to be loaded again since its server died
+	renewing  bool      // it was said that its driver may be replaced
 
 	gate      gate
 	asking    bool      // a CheckBusy is on its way
@@ -273,6 +277,8 @@ func (s *State) Step(now time.Time, e Event) (effects []Effect, wakeAt time.Time
 		s.lend(now, e)
 	case SetPin:
 		s.setPin(now, e)
+	case Died:
+		s.died(now, e)
 	case Touch:
 		if sl := s.named[e.Slot]; sl != nil && sl.state == Ready {
 			sl.idleAt, sl.lastUse = now, now
@@ -304,6 +310,7 @@ func (s *State) pump(now time.Time) {
 	}
 	s.emptyLent(now)
 	s.restore(now)
+	s.revive(now)
 	s.unloadIdle(now)
 	if s.waiting > 0 {
 		s.wakeBy(now.Add(recheck))
@@ -353,7 +360,7 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 		sl.readyAt, sl.idleAt, sl.started, sl.emptyAt = now, now, 0, time.Time{}
 	}
 	if state != Ready {
-		sl.warming = false
+		sl.warming, sl.dead = false, ""
 	}
 	if state == Idle { // there is nothing left to be unloaded
 		if t := sl.gate.target; t != nil && t.want.victim == sl {

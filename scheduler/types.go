@@ -1,6 +1,7 @@
 package scheduler
 
 import (
+	"slices"
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
@@ -87,9 +88,10 @@ const (
 	IdleObserve                   // it is said, and not done
 )
 
-// SlotConfig is one slot: a consumer, in this version.
+// SlotConfig is one slot: a consumer, or one of its models.
 type SlotConfig struct {
 	Name        string
+	Consumer    string // whose model it is; empty: it is a consumer itself
 	Server      string // its address: with another, it is another server, of which nothing is known
 	Disabled    bool   // kept in status, refused
 	GPUs        []int
@@ -111,9 +113,18 @@ type SlotConfig struct {
 	Conflicts   []string      // never resident together with these
 	Reserved    int           // places of Concurrency that are kept for jobs below Config.ReservedBelow
 	Cloud       bool          // runs elsewhere: takes no memory and no lock, and never waits
+	Starts      bool          // its driver starts and stops its server: one that does not run, or does not answer, is no fault
+	Restart     bool          // … and starts one that has died again, though nobody asks for it
+	MaxRestarts int           // … so often in a row; 0: any number
+	Stale       bool          // its driver is to be replaced: it is unloaded, and then Renew says that it may be
 
 	// What its driver can do.
 	CanLoad, CanUnload, CanProbe, CanTell, CanBusy bool
+}
+
+// listed says whether a list of consumers and slots has the slot.
+func (c *SlotConfig) listed(list []string) bool {
+	return slices.Contains(list, c.Name) || c.Consumer != "" && slices.Contains(list, c.Consumer)
 }
 
 // lazy slots load inside their first job.
@@ -206,6 +217,11 @@ type (
 		Slot string
 		On   bool
 	}
+	// Died says that the server of a slot has ended without having been told to.
+	Died struct {
+		Slot   string
+		Detail string // for people
+	}
 	// Touch counts as use of a slot, without a job.
 	Touch struct{ Slot string }
 	// Wake says that the time that Step named has come.
@@ -227,6 +243,7 @@ func (Recall) event()     {}
 func (Lend) event()       {}
 func (SetPin) event()     {}
 func (Touch) event()      {}
+func (Died) event()       {}
 func (Wake) event()       {}
 
 // Outcome is how an admitted job ended.
@@ -293,6 +310,7 @@ const (
 	Dropped                       // Slot was removed from the config and is gone now
 	NotNow                        // a job that asked to be admitted at once can not be
 	Decided                       // for the record: see Decision
+	Renew                         // the driver of Slot, which is stale, may be replaced now: it is not loaded
 )
 
 // Effect is something that the driver must do.

@@ -25,7 +25,7 @@ func (s *State) protects(t, v *slot) string {
 
 // conflict says whether two slots may never be resident together (spec §3.2).
 func conflict(a, b *slot) bool {
-	return slices.Contains(a.cfg.Conflicts, b.cfg.Name) || slices.Contains(b.cfg.Conflicts, a.cfg.Name)
+	return b.cfg.listed(a.cfg.Conflicts) || a.cfg.listed(b.cfg.Conflicts)
 }
 
 // shields names what of the two slots' own settings does.
@@ -37,7 +37,7 @@ func (s *State) shields(t, v *slot) string {
 		return "no_evict"
 	case v.cfg.VRAMManaged:
 		return "vram_managed"
-	case slices.Contains(t.cfg.Coexist, v.cfg.Name):
+	case v.cfg.listed(t.cfg.Coexist):
 		return fmt.Sprintf("can_coexist_with of %s", t.cfg.Name)
 	case s.cfg.VictimLower && !s.lower(t, v):
 		return "victim_priority lower"

@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -13,6 +15,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu/amdgpu"
 	"github.com/gpu-broker/caddy-gpu-broker/nvml"
 )
 
@@ -22,9 +25,10 @@ const attemptTimeout = 20 * time.Second
 
 func init() { caddy.RegisterModule(Auto{}) }
 
-// Auto takes the first way of reading the GPUs that works: `nvml`, then
-// `nvidia_smi`. Status and log say which it is, and why the others are not. If none
-// works, the log says why, requests get 503 gpu_lost, and it is tried again every 10 seconds.
+// Auto takes the first way of reading the GPUs that works: `nvml`, then `nvidia_smi`,
+// then `amdgpu`, the last only where there is no NVIDIA card. Status and log say which
+// it is, and why the others are not. If none works, the log says why, requests get 503
+// gpu_lost, and it is tried again every 10 seconds.
 type Auto struct {
 	attempts []attempt // for tests; nil: those of this machine
 }
@@ -48,7 +52,7 @@ func (Auto) CaddyModule() caddy.ModuleInfo {
 func (*Auto) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	d.Next() // the module's name
 	if d.NextArg() || d.NextBlock(0) {
-		return d.Errf("auto: unexpected %q: auto has no options; name nvml or nvidia_smi to give some", d.Val())
+		return d.Errf("auto: unexpected %q: auto has no options; name nvml, nvidia_smi or amdgpu to give some", d.Val())
 	}
 	return nil
 }
@@ -57,7 +61,11 @@ func (*Auto) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 func (a *Auto) Open(ctx context.Context, logger *zap.Logger) (gpu.Sampler, error) {
 	attempts := a.attempts
 	if attempts == nil {
-		attempts = []attempt{{"nvml", new(nvml.NVML)}, {"nvidia_smi", new(nvml.NvidiaSMI)}}
+		attempts = []attempt{
+			{"nvml", new(nvml.NVML)},
+			{"nvidia_smi", new(nvml.NvidiaSMI)},
+			{"amdgpu", alone{new(amdgpu.AMDGPU), "/sys/bus/pci/devices"}},
+		}
 	}
 	var faults []error
 	for _, attempt := range attempts {
@@ -94,6 +102,30 @@ func try(ctx context.Context, guest gpu.Guest, logger *zap.Logger) (_ gpu.Sample
 		return nil, errors.Join(err, sampler.Close())
 	}
 	return sampler, nil
+}
+
+// alone is a guest for machines without a card of NVIDIA's. Many processors have
+// a small GPU of AMD's: where the driver of the card beside it is not ready yet,
+// taking that for the machine's GPU would last until the next restart.
+type alone struct {
+	gpu.Guest
+	devices string // the folder of the PCI devices
+}
+
+func (a alone) Open(ctx context.Context, logger *zap.Logger) (gpu.Sampler, error) {
+	vendors, _ := filepath.Glob(filepath.Join(a.devices, "*", "vendor")) // the pattern is sound
+	for _, path := range vendors {
+		vendor, err := os.ReadFile(path)
+		if err != nil || strings.TrimSpace(string(vendor)) != "0x10de" {
+			continue
+		}
+		device := filepath.Dir(path)
+		class, err := os.ReadFile(filepath.Join(device, "class"))
+		if err == nil && strings.HasPrefix(string(class), "0x03") { // a display or a processor for graphics, and not the card's sound
+			return nil, fmt.Errorf("gpu amdgpu: not tried, since there is an NVIDIA card at %s: mend its driver, or write gpu amdgpu if that card is not meant", filepath.Base(device))
+		}
+	}
+	return a.Guest.Open(ctx, logger)
 }
 
 // oneLine puts joined errors on one line, as fits logs and status.

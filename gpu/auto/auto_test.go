@@ -125,6 +125,45 @@ func TestNvidiaSMIServesWhereNVMLDoesNot(t *testing.T) {
 	}
 }
 
+// Beside a card of NVIDIA's whose driver does not answer, the small GPU inside
+// the processor is not the one that is meant.
+func TestAMDServesOnlyWithoutAnNVIDIACard(t *testing.T) {
+	for name, c := range map[string]struct {
+		vendor, class string
+		serves        bool
+	}{
+		"NVIDIA's display": {"0x10de\n", "0x030000\n", false},
+		"NVIDIA's other":   {"0x10de\n", "0x030200\n", false},
+		"NVIDIA's sound":   {"0x10de\n", "0x040300\n", true},
+		"another's":        {"0x1002\n", "0x030000\n", true},
+	} {
+		dir := t.TempDir()
+		for file, text := range map[string]string{"vendor": c.vendor, "class": c.class} {
+			if err := os.MkdirAll(filepath.Join(dir, "0000:01:00.0"), 0o755); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.WriteFile(filepath.Join(dir, "0000:01:00.0", file), []byte(text), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		w := &way{name: "amdgpu", devices: one}
+		a := Auto{attempts: []attempt{{"nvml", &way{openErr: errors.New("driver mismatch")}}, {"amdgpu", alone{w, dir}}}}
+		s, err := a.Open(context.Background(), zap.NewNop())
+		if (err == nil) != c.serves || (w.opened == 1) != c.serves {
+			t.Errorf("%s: %v, opened %d times", name, err, w.opened)
+		}
+		if c.serves {
+			_ = s.Close()
+			continue
+		}
+		for _, part := range []string{"driver mismatch", "0000:01:00.0", "gpu amdgpu"} {
+			if !strings.Contains(err.Error(), part) {
+				t.Errorf("%s: %q does not say %q", name, err, part)
+			}
+		}
+	}
+}
+
 func TestCaddyfile(t *testing.T) {
 	for text, good := range map[string]bool{"gpu auto": true, "gpu auto 24GiB": false, "gpu auto {\n path x\n}": false} {
 		d := caddyfile.NewTestDispenser(text)

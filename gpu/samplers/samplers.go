@@ -3,6 +3,7 @@
 package samplers
 
 import (
+	_ "github.com/gpu-broker/caddy-gpu-broker/gpu/amdgpu"    // gpu amdgpu
 	_ "github.com/gpu-broker/caddy-gpu-broker/gpu/auto"      // gpu auto
 	_ "github.com/gpu-broker/caddy-gpu-broker/gpu/simulated" // gpu simulated
 	_ "github.com/gpu-broker/caddy-gpu-broker/gpu/static"    // gpu static

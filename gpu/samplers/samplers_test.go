@@ -15,7 +15,7 @@ func TestEverySamplerIsAGuestThatAConfigurationCanName(t *testing.T) {
 	defer cancel()
 	for _, text := range []string{
 		`{"driver": "auto"}`, `{"driver": "nvml", "library": "/x"}`, `{"driver": "nvidia_smi", "path": "/x", "interval": "2s"}`,
-		`{"driver": "static", "totals": ["24GiB"]}`, `{"driver": "simulated", "totals": ["24GiB", 1048576], "dir": "/x", "release_delay": "800ms"}`,
+		`{"driver": "amdgpu", "root": "/host", "unified": "on"}`, `{"driver": "static", "totals": ["24GiB"]}`, `{"driver": "simulated", "totals": ["24GiB", 1048576], "dir": "/x", "release_delay": "800ms"}`,
 	} {
 		config := struct {
 			GPURaw json.RawMessage `caddy:"namespace=gpu_broker.samplers inline_key=driver"`
@@ -29,7 +29,7 @@ func TestEverySamplerIsAGuestThatAConfigurationCanName(t *testing.T) {
 			t.Errorf("%s: %T is no guest", text, module)
 		}
 	}
-	for _, text := range []string{`{"driver": "static"}`, `{"driver": "simulated", "totals": ["x"]}`, `{"driver": "nvidia_smi", "timeout": -1}`, `{"driver": "auto", "path": "/x"}`} {
+	for _, text := range []string{`{"driver": "static"}`, `{"driver": "simulated", "totals": ["x"]}`, `{"driver": "nvidia_smi", "timeout": -1}`, `{"driver": "auto", "path": "/x"}`, `{"driver": "amdgpu", "root": "host"}`} {
 		config := struct {
 			GPURaw json.RawMessage `caddy:"namespace=gpu_broker.samplers inline_key=driver"`
 		}{json.RawMessage(text)}

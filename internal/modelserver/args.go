@@ -26,13 +26,13 @@ type keyword struct {
 
 var keywords = []keyword{
 	{"name", "its name", func(o *Options, v string) error { o.Name = v; return nil }, false},
-	{"manner", "plain, ollama or comfyui", func(o *Options, v string) error { o.Manner = Manner(v); return nil }, false},
+	{"manner", "one of {manners}", func(o *Options, v string) error { o.Manner = Manner(v); return nil }, false},
 	{"addr", "where it listens, host:port (default a free port of 127.0.0.1)", func(o *Options, v string) error { o.Addr = v; return nil }, false},
 	{"sim-dir", "the folder of the simulated GPUs", func(o *Options, v string) error { o.SimDir = v; return nil }, false},
 	{"gpu", "the index of the simulated GPU", number(func(o *Options) *int { return &o.GPU }), false},
 	{"total", "the GPU's size; a load beyond it fails", size(func(o *Options) *gpu.Bytes { return &o.Total }), true},
 	{"vram", "what the loaded model takes", size(func(o *Options) *gpu.Bytes { return &o.VRAM }), true},
-	{"models", "an ollama's models: name:SIZE+name:SIZE", setModels, false},
+	{"models", "the models of a server that has several: name:SIZE+name:SIZE", setModels, false},
 	{"residue", "held from the first load to the end", size(func(o *Options) *gpu.Bytes { return &o.Residue }), true},
 	{"on-cpu", "take no VRAM", truth(func(o *Options) *bool { return &o.OnCPU }), true},
 	{"spill", "take what is free if the model doesn't fit", truth(func(o *Options) *bool { return &o.Spill }), true},
@@ -44,7 +44,8 @@ var keywords = []keyword{
 	{"preloaded", "load before listening", truth(func(o *Options) *bool { return &o.Preloaded }), true},
 	{"lazy", "load inside the first request", truth(func(o *Options) *bool { return &o.Lazy }), true},
 	{"concurrency", "requests worked on at once; 0 means any number", number(func(o *Options) *int { return &o.Concurrency }), false},
-	{"keep-alive", "an ollama's idle time; negative means for ever", duration(func(o *Options) *time.Duration { return &o.KeepAlive }), true},
+	{"keep-alive", "the idle time of a server that unloads by itself; negative means for ever", duration(func(o *Options) *time.Duration { return &o.KeepAlive }), true},
+	{"grace", "how long an unload waits for running work, where the server bounds that", duration(func(o *Options) *time.Duration { return &o.Grace }), true},
 	{"quiet", "leave requests out of the event log", truth(func(o *Options) *bool { return &o.Quiet }), true},
 	{"faults", "faults from the start, as JSON", setFaults, false},
 }
@@ -85,6 +86,14 @@ func truth(field func(*Options) *bool) func(*Options, string) error {
 		*field(o), err = strconv.ParseBool(v)
 		return err
 	}
+}
+
+func mannerList() string {
+	var words []string
+	for _, m := range Manners() {
+		words = append(words, string(m))
+	}
+	return strings.Join(words, ", ")
 }
 
 func setModels(o *Options, v string) error {
@@ -168,7 +177,9 @@ func run(args []string, stdout, stderr io.Writer) int {
 		flags.PrintDefaults()
 	}
 	for _, k := range keywords {
-		flags.Func(k.word, k.help, func(value string) error { return k.set(&base, value) })
+		// The manners register themselves after keywords is made.
+		help := strings.ReplaceAll(k.help, "{manners}", mannerList())
+		flags.Func(k.word, help, func(value string) error { return k.set(&base, value) })
 	}
 	switch err := flags.Parse(args); {
 	case errors.Is(err, flag.ErrHelp):

@@ -40,7 +40,7 @@ func TestBadArgumentsAreRefused(t *testing.T) {
 	for want, args := range map[string][]string{
 		"flag provided but not defined": {"-nope"},
 		"unknown option":                {"nope=1"},
-		"manner":                        {"manner=vllm"},
+		"manner":                        {"manner=nope"},
 	} {
 		var out, complaints bytes.Buffer
 		require.NotZero(t, run(append([]string{"-sim-dir", t.TempDir()}, args...), &out, &complaints))
@@ -49,6 +49,9 @@ func TestBadArgumentsAreRefused(t *testing.T) {
 	var usage bytes.Buffer
 	require.Zero(t, run([]string{"-h"}, io.Discard, &usage))
 	require.Contains(t, usage.String(), "-vram")
+	for _, m := range Manners() {
+		require.Contains(t, usage.String(), string(m))
+	}
 }
 
 // child starts the program and returns the lines that it prints when it is ready.

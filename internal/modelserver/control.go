@@ -136,16 +136,18 @@ func (l *life) obey(w http.ResponseWriter, r *http.Request) (after func(), err e
 	}
 	switch {
 	case o.RestartAfter != "":
-		return func() { l.reincarnate(pause) }, nil
+		return func() { l.reincarnate("killed by control", pause, s.options().Preloaded) }, nil
 	case o.Kill:
 		return func() { l.dieOf("killed by control") }, nil
 	}
 	return nil, nil
 }
 
-// reincarnate ends the life and has the server start anew after a pause. If that
-// fails, the log says so and the server stays dead.
-func (l *life) reincarnate(pause time.Duration) {
+// reincarnate ends the life and has the server start anew after a pause, with
+// everything loaded if load says so. If that load fails it starts as it first
+// did; if that fails too, the log says so and the server stays dead. No cause
+// means that the life's end is no death.
+func (l *life) reincarnate(cause string, pause time.Duration, load bool) {
 	s := l.s
 	s.mu.Lock()
 	if s.closed {
@@ -154,7 +156,7 @@ func (l *life) reincarnate(pause time.Duration) {
 	}
 	s.later.Add(1)
 	s.mu.Unlock()
-	l.die("killed by control")
+	l.die(cause)
 	go func() {
 		defer s.later.Done()
 		timer := time.NewTimer(pause)
@@ -164,7 +166,12 @@ func (l *life) reincarnate(pause time.Duration) {
 		case <-s.ended:
 			return
 		}
-		if err := s.Restart(); err != nil {
+		first := s.options().Preloaded
+		err := s.restart("restarted", load)
+		if err != nil && load != first {
+			err = s.restart("restarted", first)
+		}
+		if err != nil {
 			s.mu.Lock()
 			defer s.mu.Unlock()
 			s.note(Event{Kind: EventDeath, Detail: err.Error()})

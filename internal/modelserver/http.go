@@ -22,6 +22,10 @@ type request struct {
 
 type requestKey struct{}
 
+// epochKey is the model's epoch at which a piece of work began, where the work
+// has several parts or waits for a turn: an unload between them breaks it too.
+type epochKey struct{}
+
 // errAnswered says of a piece of work that its client was told of an error.
 var errAnswered = errors.New("answered")
 
@@ -188,8 +192,12 @@ func (l *life) runPart(ctx context.Context, m *model, d time.Duration, holds boo
 	s := l.s
 	s.mu.Lock()
 	before, held := m.epoch, holds && s.faults.HoldWork
+	if since, ok := ctx.Value(epochKey{}).(int); ok {
+		before = since
+	}
+	whole := m.epoch == before
 	s.mu.Unlock()
-	if d <= 0 && !held {
+	if d <= 0 && !held && whole {
 		return ctx.Err()
 	}
 	timer := time.NewTimer(max(0, d))

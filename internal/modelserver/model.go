@@ -42,6 +42,8 @@ type model struct {
 
 // loadRun is one load; err is set before done is closed.
 type loadRun struct {
+	ctx  context.Context
+	kill context.CancelFunc // makes it fail with errKilled
 	done chan struct{}
 	err  error
 }
@@ -51,6 +53,7 @@ var (
 	errNotLoaded = errors.New("not loaded")
 	errRefused   = errors.New("load refused: the model could not be loaded")
 	errOOM       = errors.New("CUDA out of memory")
+	errKilled    = errors.New("the load was killed")
 )
 
 // outOfMemory words the failure as torch does; it wraps errOOM.
@@ -138,15 +141,20 @@ func (l *life) startLoad(m *model) {
 	m.phase = loading
 	m.resident = 0
 	m.load = &loadRun{done: make(chan struct{})}
+	m.load.ctx, m.load.kill = context.WithCancel(l.ctx)
 	l.s.stats.LoadsStarted++
 	l.s.note(Event{Kind: EventLoadStart, Model: m.name})
 	l.tasks.Add(1) // the life is not dead: mu is held since that was checked
 	run := m.load
 	go func() {
 		defer l.tasks.Done()
-		got, err := l.doLoad(m)
+		defer run.kill()
+		got, err := l.doLoad(run.ctx, m)
 		l.s.mu.Lock()
 		defer l.s.mu.Unlock()
+		if err != nil && run.ctx.Err() != nil && !l.dead {
+			err = errKilled
+		}
 		run.err = err
 		if err != nil {
 			m.phase = idle
@@ -170,7 +178,7 @@ func (l *life) startLoad(m *model) {
 // errInjected marks an out-of-memory that a fault has made up.
 var errInjected = errors.New("as told by a fault")
 
-func (l *life) doLoad(m *model) (gpu.Bytes, error) {
+func (l *life) doLoad(ctx context.Context, m *model) (gpu.Bytes, error) {
 	opts := l.s.options()
 	if l.faults().RefuseLoad {
 		return 0, errRefused
@@ -192,10 +200,10 @@ func (l *life) doLoad(m *model) (gpu.Bytes, error) {
 			l.dieOf("die_on_load")
 			return 0, errDead
 		}
-		err = l.sleep(l.ctx, opts.LoadTime/time.Duration(opts.LoadSteps))
+		err = l.sleep(ctx, opts.LoadTime/time.Duration(opts.LoadSteps))
 	}
 	if err == nil {
-		err = l.hangWhile(l.ctx, func(f Faults) bool { return f.HangLoad })
+		err = l.hangWhile(ctx, func(f Faults) bool { return f.HangLoad })
 	}
 	if err != nil {
 		l.memory.free(m.name, l.memory.generation(m.name))
@@ -205,9 +213,14 @@ func (l *life) doLoad(m *model) (gpu.Bytes, error) {
 }
 
 // unload unloads m and waits until it says that it is unloaded. It doesn't wait
-// for work that runs: that work is broken, as with the servers whose unload
-// takes no lock.
-func (l *life) unload(ctx context.Context, m *model) error {
+// for work that runs: that work is broken once the memory goes, as with the
+// servers whose unload takes no lock.
+func (l *life) unload(ctx context.Context, m *model) error { return l.unloadUnder(ctx, m, false) }
+
+// cut is unload as servers do it that end running work at once.
+func (l *life) cut(ctx context.Context, m *model) error { return l.unloadUnder(ctx, m, true) }
+
+func (l *life) unloadUnder(ctx context.Context, m *model, atOnce bool) error {
 	if err := l.waitUntil(ctx, func() bool { return l.dead || m.phase == idle || m.phase == loaded }); err != nil {
 		return err
 	}
@@ -225,6 +238,9 @@ func (l *life) unload(ctx context.Context, m *model) error {
 	if m.users > 0 {
 		l.s.stats.UnloadsWhileBusy++
 	}
+	if atOnce {
+		m.epoch++
+	}
 	l.beginUnload(m, func() { close(done) })
 	l.s.mu.Unlock()
 	select {
@@ -233,6 +249,42 @@ func (l *life) unload(ctx context.Context, m *model) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+}
+
+// unloadFree unloads m as soon as nobody uses it, and says whether there was
+// something to unload. ctx bounds that waiting; once begun, the unload is waited
+// for as long as the life lasts.
+func (l *life) unloadFree(ctx context.Context, m *model) (begun bool, err error) {
+	done := make(chan struct{})
+	err = l.waitUntil(ctx, func() bool {
+		free := m.phase == loaded && m.users == 0 && m.waiters == 0
+		if begun = free && !l.dead; begun {
+			l.beginUnload(m, func() { close(done) })
+		}
+		return begun || l.dead || m.phase == idle
+	})
+	switch {
+	case err != nil:
+		return false, err
+	case begun:
+		<-done // it ends with the life
+	default:
+		l.makeGood(m)
+	}
+	return begun, nil
+}
+
+// killLoad ends a load of m that runs and waits for its end; it says whether there was one.
+func (l *life) killLoad(m *model) bool {
+	l.s.mu.Lock()
+	run := m.load
+	runs := m.phase == loading
+	l.s.mu.Unlock()
+	if runs {
+		run.kill()
+		<-run.done
+	}
+	return runs
 }
 
 // beginUnload starts to unload m. For holders of mu who found m loaded and the

@@ -28,13 +28,19 @@ func (p *plain) completions(form openAI) func(w http.ResponseWriter, r *http.Req
 		if err != nil {
 			return err
 		}
-		words := strings.SplitAfter(p.l.s.name+" answers: "+a.lastWords(), " ")
-		finish := "stop"
-		if limit := max(a.MaxTokens, a.MaxCompletionTokens); limit > 0 && limit < len(words) {
-			words, finish = words[:limit], "length"
-		}
+		words, finish := answerTo(p.l.s.name, a.lastWords(), max(a.MaxTokens, a.MaxCompletionTokens))
 		return p.l.completion(w, r, p.m, form, a, words, p.l.runTime(r)/time.Duration(len(words)), finish)
 	}
+}
+
+// answerTo is what a server says to the last words, at most limit words if that
+// is above 0, and why it ends: "stop" or "length".
+func answerTo(server, last string, limit int) (words []string, finish string) {
+	words = strings.SplitAfter(server+" answers: "+last, " ")
+	if limit > 0 && limit < len(words) {
+		return words[:limit], "length"
+	}
+	return words, "stop"
 }
 
 func (p *plain) embeddings(w http.ResponseWriter, r *http.Request) error {

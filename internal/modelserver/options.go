@@ -1,6 +1,6 @@
 // Package modelserver pretends to be a model server with its memory on a
-// simulated GPU. It speaks in the manner of a plain HTTP server, of ollama or
-// of ComfyUI, bad habits included, and can be told to misbehave while it runs.
+// simulated GPU. It speaks in the manner of a plain HTTP server or of one of
+// the real ones, bad habits included, and can be told to misbehave while it runs.
 // Tests, benchmarks and the demo use it; nothing else may import it.
 package modelserver
 
@@ -47,8 +47,8 @@ type Options struct {
 
 	// VRAM is what the loaded model takes. With Models it is not used.
 	VRAM gpu.Bytes
-	// Models are the models of an ollama by name, with what each takes. Empty:
-	// one model, named as the server, of VRAM.
+	// Models are the models of an ollama, or of another server that has several,
+	// by name, with what each takes. Empty: one model, named as the server, of VRAM.
 	Models map[string]gpu.Bytes
 	// Residue is held from the first load until the process ends, as a CUDA
 	// context is. It is part of VRAM while loaded, not added to it.
@@ -71,19 +71,25 @@ type Options struct {
 	// RunTime is how long one piece of work takes; a request's ?ms= overrides it.
 	RunTime time.Duration
 
-	// Preloaded loads everything before Start and Restart return.
+	// Preloaded loads everything before Start and Restart return. Servers that
+	// have no other way, a vllm for instance, load at every start anyway.
 	Preloaded bool
 	// Lazy makes a plain server load inside the first request that needs its
-	// model, instead of answering 503. The other manners always do.
+	// model, instead of answering 503. The other manners do what the real one does.
 	Lazy bool
 	// Concurrency is how many requests are worked on at once; 0 means any
 	// number. A plain server with Concurrency 1 is single-threaded: while it
 	// works it answers nothing, its health probe included. An ollama bounds its
 	// inference only. ComfyUI always has one worker.
 	Concurrency int
-	// KeepAlive is an ollama's idle time before it unloads a model by itself;
-	// 5 minutes if 0, never if negative.
+	// KeepAlive is the idle time before a server unloads a model by itself, if
+	// its kind does; 0 is what the real one has (ollama 5 minutes, llamacpp
+	// never), never if negative.
 	KeepAlive time.Duration
+	// Grace is how long an unload waits for running work where the kind bounds
+	// that: a llamacpp-router then breaks the work, a localai gives up. 0 is
+	// what the real one has: 10 and 30 seconds.
+	Grace time.Duration
 
 	// Quiet leaves requests and work out of the event log, for benchmarks.
 	Quiet bool
@@ -156,7 +162,10 @@ func (o Options) complete() (Options, error) {
 		o.LoadSteps = 1
 	}
 	if o.KeepAlive == 0 {
-		o.KeepAlive = 5 * time.Minute
+		o.KeepAlive = manners[o.Manner].keepAlive
+	}
+	if o.Grace == 0 {
+		o.Grace = manners[o.Manner].grace
 	}
 	if len(o.Models) > 0 && !manners[o.Manner].many {
 		return o, fmt.Errorf("server %s: a %s server has one model: set its vram", o.Name, o.Manner)

@@ -74,7 +74,7 @@ func Start(opts Options) (*Server, error) {
 		opts: opts, faults: opts.Faults.clone(), ended: make(chan struct{}),
 		stats: Stats{Requests: map[string]int{}},
 	}
-	if err := s.begin(); err != nil {
+	if err := s.begin(opts.Preloaded); err != nil {
 		inUse.Delete(key)
 		return nil, err
 	}
@@ -142,13 +142,17 @@ func (s *Server) Kill() {
 }
 
 // Restart starts it anew on the same port, killing it first if it lives.
-func (s *Server) Restart() error {
+func (s *Server) Restart() error { return s.restart("restarted", s.options().Preloaded) }
+
+// restart is Restart that loads or not, whatever Preloaded says. No cause means
+// that the old life's end is no death.
+func (s *Server) restart(cause string, load bool) error {
 	s.starting.Lock()
 	defer s.starting.Unlock()
 	l := s.current()
-	l.die("restarted")
+	l.die(cause)
 	l.tasks.Wait()
-	return s.begin()
+	return s.begin(load)
 }
 
 // Close ends it for good and waits for everything that it started.
@@ -206,13 +210,15 @@ func (s *Server) options() Options {
 	return s.opts
 }
 
-// begin starts a life. The caller owns starting, or nobody else knows s yet.
-func (s *Server) begin() error {
+// begin starts a life, with everything loaded if load says so. The caller owns
+// starting, or nobody else knows s yet.
+func (s *Server) begin(load bool) error {
 	listener, err := listen(s.addr)
 	if err != nil {
 		return fmt.Errorf("server %s: listening: %w", s.name, err)
 	}
 	opts := s.options()
+	kind := manners[opts.Manner]
 	l := &life{s: s, models: map[string]*model{}}
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	l.memory, err = newMemory(l)
@@ -225,13 +231,13 @@ func (s *Server) begin() error {
 	}
 	for name, size := range opts.Models {
 		m := &model{name: name, size: size}
-		if !manners[opts.Manner].many {
+		if !kind.many {
 			m.size = opts.VRAM
 		}
 		l.models[name] = m
 	}
 	l.http = &http.Server{
-		Handler:           l.wrap(manners[opts.Manner].serve(l)),
+		Handler:           l.wrap(kind.serve(l)),
 		ReadHeaderTimeout: time.Minute,
 		BaseContext:       func(net.Listener) context.Context { return l.ctx },
 	}
@@ -251,11 +257,23 @@ func (s *Server) begin() error {
 	if l.worker != nil {
 		l.spawn(l.worker)
 	}
-	if opts.Preloaded {
+	if kind.early && (load || kind.atStart) {
+		l.loadAll()
+	} else if load || kind.atStart {
+		if kind.late {
+			_ = listener.Close() // the address is known now; it is listened on again below
+		}
 		if err := s.Load(l.ctx); err != nil {
 			l.die("could not preload")
 			l.tasks.Wait()
-			return errors.Join(fmt.Errorf("server %s: preloading: %w", s.name, err), listener.Close())
+			return errors.Join(fmt.Errorf("server %s: preloading: %w", s.name, err), ignoreClosed(listener.Close()))
+		}
+		if kind.late {
+			if listener, err = listen(s.addr); err != nil {
+				l.die("could not listen")
+				l.tasks.Wait()
+				return fmt.Errorf("server %s: listening again: %w", s.name, err)
+			}
 		}
 	}
 	serving := l.spawn(func() {
@@ -265,7 +283,42 @@ func (s *Server) begin() error {
 	if !serving {
 		return errors.Join(fmt.Errorf("server %s died before it listened", s.name), listener.Close())
 	}
+	if kind.early && load {
+		if err := s.Load(l.ctx); err != nil {
+			l.die("could not preload")
+			l.tasks.Wait()
+			return fmt.Errorf("server %s: preloading: %w", s.name, err)
+		}
+	}
 	return nil
+}
+
+// loadAll starts to load everything, and a task that ends the process if that fails.
+func (l *life) loadAll() {
+	var runs []*loadRun
+	l.s.mu.Lock()
+	for _, m := range l.models {
+		if m.phase == idle && !l.dead {
+			l.startLoad(m)
+			runs = append(runs, m.load)
+		}
+	}
+	l.s.mu.Unlock()
+	l.spawn(func() {
+		for _, run := range runs {
+			<-run.done
+			if run.err != nil {
+				l.dieOf("the model could not be loaded at the start")
+			}
+		}
+	})
+}
+
+func ignoreClosed(err error) error {
+	if errors.Is(err, net.ErrClosed) {
+		return nil
+	}
+	return err
 }
 
 // listen waits a moment for a port that was just left: another socket of this

@@ -27,9 +27,11 @@ type Stats struct {
 	Spills       int `json:"spills"`       // loads that took less than the model's size
 	Deaths       int `json:"deaths"`       // by Kill or by a fault
 
-	// UnloadsWhileBusy counts unloads that a plain server began under running
-	// work, which breaks that work.
+	// UnloadsWhileBusy counts unloads that a server which doesn't wait for
+	// running work began under it, which breaks that work.
 	UnloadsWhileBusy int `json:"unloads_while_busy"`
+	// WokenByProbe counts loads of which a mere question about the state was the cause.
+	WokenByProbe int `json:"woken_by_probe"`
 
 	Requests      map[string]int `json:"requests"` // by path
 	HealthProbes  int            `json:"health_probes"`

@@ -23,6 +23,9 @@ import (
 // change, so drivers share it.
 type plan struct {
 	health, residency, load, unload, busy *route
+	jobs                                  *route // loaded is its "done", values its ID
+	tag                                   string
+	remember                              bool
 	secrets                               *redactor
 	fingerprint                           string // of the placeholders' values
 }
@@ -43,8 +46,12 @@ type route struct {
 	reads   reads
 
 	loaded, resident, busy, values *query // nil if not configured
-	unit                           gpu.Bytes
+	names, sizes, success          *query
+	unit, sizeUnit                 gpu.Bytes
+	metrics                        []string
+	unloadedOn                     []int
 	forEach                        *route
+	named                          bool // path or body has {model}
 }
 
 // reads says how much of an accepted answer is read.
@@ -116,6 +123,12 @@ func compile(l *Lifecycle) (*plan, error) {
 		load:      c.route("load", l.Load, http.MethodPost),
 		unload:    c.route("unload", l.Unload, http.MethodPost),
 		busy:      c.route("busy", l.Busy, http.MethodGet),
+		jobs:      c.jobs(l.Jobs),
+		tag:       l.ModelTag,
+		remember:  l.Remember,
+	}
+	if l.Remember && (l.Load == nil || l.Unload == nil) {
+		c.fault("remember needs load and unload: there is nothing to be remembered without")
 	}
 	if len(c.faults) > 0 {
 		return nil, errors.Join(c.faults...)
@@ -137,18 +150,34 @@ func (c *compiler) route(kind string, in *Route, defaultMethod string) *route {
 	if in == nil {
 		return nil
 	}
-	r := &route{timeout: time.Duration(in.Timeout), accept: in.Accept, unit: 1}
+	r := &route{timeout: time.Duration(in.Timeout), accept: in.Accept, unit: 1, sizeUnit: 1, metrics: in.BusyMetrics, unloadedOn: in.UnloadedOn}
 	if in.ForEach != nil && kind != "unload" {
 		c.fault("%s: for_each is only for unload: remove it", kind)
 	}
 	withItem := in.ForEach != nil && kind == "unload"
-
-	c.address(kind, r, in.Method, defaultMethod, in.Path, in.Header, withItem)
-	c.body(kind, r, in.Body, withItem)
-	for _, code := range in.Accept {
-		if code < 200 || code > 599 {
-			c.fault("%s: accept %d is not a status from 200 to 599", kind, code)
+	var names []string
+	switch kind {
+	case "load", "unload", "busy":
+		names = append(names, modelItem)
+	}
+	if withItem {
+		names = append(names, listItem)
+	}
+	c.address(kind, r, in.Method, defaultMethod, in.Path, in.Header, names...)
+	c.body(kind, r, in.Body, names...)
+	r.named = r.path.has(modelItem) || r.body.has(modelItem)
+	for _, list := range []struct {
+		field    string
+		statuses []int
+	}{{"accept", in.Accept}, {"unloaded_on", in.UnloadedOn}} {
+		for _, code := range list.statuses {
+			if code < 200 || code > 599 {
+				c.fault("%s: %s %d is not a status from 200 to 599", kind, list.field, code)
+			}
 		}
+	}
+	if len(in.UnloadedOn) > 0 && kind != "health" && kind != "residency" {
+		c.fault("%s: unloaded_on is only for health and residency: remove it", kind)
 	}
 	if in.Timeout < 0 {
 		c.fault("%s: timeout %s is negative", kind, r.timeout)
@@ -156,12 +185,12 @@ func (c *compiler) route(kind string, in *Route, defaultMethod string) *route {
 	c.queries(kind, r, in)
 	if withItem {
 		r.forEach = c.forEach(in.ForEach)
-		if !r.path.hasItem() && !r.body.hasItem() {
+		if !r.path.has(listItem) && !r.body.has(listItem) && !r.named {
 			c.fault("%s: for_each is given, but neither path nor body has {item}: write it where each value goes", kind)
 		}
 	}
 	switch {
-	case r.loaded != nil || r.resident != nil || r.busy != nil:
+	case r.loaded != nil || r.resident != nil || r.busy != nil || r.names != nil || r.success != nil || len(r.metrics) > 0:
 		r.reads = readJSON
 	case kind == "load" || kind == "unload":
 		r.reads = readToEnd
@@ -172,7 +201,7 @@ func (c *compiler) route(kind string, in *Route, defaultMethod string) *route {
 func (c *compiler) forEach(in *ForEach) *route {
 	const kind = "unload: for_each"
 	r := &route{reads: readJSON, unit: 1}
-	c.address(kind, r, in.Method, http.MethodGet, in.Path, in.Header, false)
+	c.address(kind, r, in.Method, http.MethodGet, in.Path, in.Header)
 	if in.Values == "" {
 		c.fault("%s: values is missing: give the JSONPath of what is to be unloaded, such as $.models[*].name", kind)
 	} else {
@@ -181,8 +210,21 @@ func (c *compiler) forEach(in *ForEach) *route {
 	return r
 }
 
-// address reads what makes up a request's first line and headers.
-func (c *compiler) address(kind string, r *route, method, defaultMethod, path string, header http.Header, withItem bool) {
+func (c *compiler) jobs(in *JobRoute) *route {
+	if in == nil {
+		return nil
+	}
+	r := &route{reads: readJSON, unit: 1}
+	c.address("jobs", r, "", http.MethodGet, in.Path, in.Header, listItem)
+	if !r.path.has(listItem) {
+		c.fault("jobs: path has no {item}: write it where the job's ID goes")
+	}
+	r.values, r.loaded = c.query("jobs", "id", in.ID), c.query("jobs", "done", in.Done)
+	return r
+}
+
+// address reads what makes up a request's first line and headers. items are the ones that path may hold.
+func (c *compiler) address(kind string, r *route, method, defaultMethod, path string, header http.Header, items ...string) {
 	r.method = method
 	if method == "" {
 		r.method = defaultMethod
@@ -193,7 +235,7 @@ func (c *compiler) address(kind string, r *route, method, defaultMethod, path st
 	bare, rawQuery, _ := strings.Cut(path, "?") // a query may hold a key: errors name the path only
 	r.name = kind + " route " + r.method + " " + bare
 	before := len(c.faults)
-	r.path = c.text(kind+": path", path, pathText, withItem)
+	r.path = c.text(kind+": path", path, pathText, items...)
 	switch full := r.path.render("x"); {
 	case len(c.faults) > before: // a placeholder is missing: that is said already
 	case !strings.HasPrefix(full, "/"):
@@ -230,7 +272,7 @@ func validPath(path string) bool {
 	return err == nil && u.Host == "upstream" && !strings.ContainsAny(path, " \t\r\n")
 }
 
-func (c *compiler) body(kind string, r *route, body string, withItem bool) {
+func (c *compiler) body(kind string, r *route, body string, items ...string) {
 	how := rawText
 	switch {
 	case isJSON(body):
@@ -243,7 +285,7 @@ func (c *compiler) body(kind string, r *route, body string, withItem bool) {
 	case strings.HasPrefix(r.header.Get("Content-Type"), "application/x-www-form-urlencoded"):
 		how = formText
 	}
-	r.body = c.text(kind+": body", body, how, withItem)
+	r.body = c.text(kind+": body", body, how, items...)
 }
 
 func (c *compiler) headers(where string, in http.Header) http.Header {
@@ -258,7 +300,7 @@ func (c *compiler) headers(where string, in http.Header) http.Header {
 		}
 		name = http.CanonicalHeaderKey(name)
 		for _, value := range values {
-			plain := c.text(where+" "+name, value, rawText, false).render(nil)
+			plain := c.text(where+" "+name, value, rawText).render(nil)
 			if !httpguts.ValidHeaderFieldValue(plain) {
 				c.fault("%s %s: its value holds a control character, such as a line end", where, name)
 				continue
@@ -288,7 +330,11 @@ func (c *compiler) queries(kind string, r *route, in *Route) {
 		{"loaded", in.Loaded, probe, "health and residency", &r.loaded, 0},
 		{"resident_mib", in.ResidentMiB, probe, "health and residency", &r.resident, gpu.MiB},
 		{"resident_bytes", in.ResidentBytes, probe, "health and residency", &r.resident, 1},
+		{"names", in.Names, probe, "health and residency", &r.names, 0},
+		{"sizes_mib", in.SizesMiB, probe, "health and residency", &r.sizes, gpu.MiB},
+		{"sizes_bytes", in.SizesBytes, probe, "health and residency", &r.sizes, 1},
 		{"busy", in.Busy, kind == "busy", "busy", &r.busy, 0},
+		{"success", in.Success, kind == "load" || kind == "unload", "load and unload", &r.success, 0},
 	} {
 		switch {
 		case f.expression == "":
@@ -296,7 +342,11 @@ func (c *compiler) queries(kind string, r *route, in *Route) {
 			c.fault("%s: %s is only for %s: remove it", kind, f.field, f.only)
 		default:
 			*f.target = c.query(kind, f.field, f.expression)
-			if f.unit != 0 {
+			switch {
+			case f.unit == 0:
+			case f.target == &r.sizes:
+				r.sizeUnit = f.unit
+			default:
 				r.unit = f.unit
 			}
 		}
@@ -304,11 +354,22 @@ func (c *compiler) queries(kind string, r *route, in *Route) {
 	if probe && in.ResidentMiB != "" && in.ResidentBytes != "" {
 		c.fault("%s: resident_mib and resident_bytes are both given: keep one", kind)
 	}
-	if kind == "residency" && in.Loaded == "" {
-		c.fault("residency: loaded is missing: give the JSONPath that tells whether the model is on the GPU, such as $.loaded")
+	if in.SizesMiB != "" && in.SizesBytes != "" {
+		c.fault("%s: sizes_mib and sizes_bytes are both given: keep one", kind)
 	}
-	if kind == "busy" && in.Busy == "" {
-		c.fault("busy: busy is missing: give the JSONPath that tells whether the server works, such as $.queue_remaining")
+	if r.sizes != nil && r.names == nil {
+		c.fault("%s: sizes without names: give the JSONPath to the names of these models as well", kind)
+	}
+	if kind == "residency" && in.Loaded == "" && in.Names == "" {
+		c.fault("residency: loaded is missing: give the JSONPath that tells whether the model is on the GPU, such as $.loaded, or names with that to the names of those that are")
+	}
+	switch both := len(in.BusyMetrics) > 0; {
+	case both && kind != "busy":
+		c.fault("%s: busy_metrics is only for busy: remove it", kind)
+	case kind == "busy" && in.Busy == "" && !both:
+		c.fault("busy: busy is missing: give the JSONPath that tells whether the server works, such as $.queue_remaining, or busy_metrics")
+	case in.Busy != "" && both:
+		c.fault("busy: busy and busy_metrics are both given: keep one")
 	}
 }
 

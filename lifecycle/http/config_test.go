@@ -123,7 +123,7 @@ func TestPlaceholdersAreReadInHeadersPathsAndBodies(t *testing.T) {
 	f.answer("POST /load", 200, "")
 	d := open(t, `{"load":{"path":"/load?k={file.`+file+`}","header":{"X-Key":["<{env.HTTPLIFE_TEST_A}>"]},
 		"body":"{\"a\":\"{env.HTTPLIFE_TEST_A}\",\"nested\":{\"b\":{}},\"c\":\"{not one}\"}"}}`, f.addr)
-	require.NoError(t, d.Load(t.Context()))
+	require.NoError(t, d.Load(t.Context(), lifecycle.Target{}))
 	got := f.called("POST /load")[0]
 	assert.Equal(t, "/load?k=from-file", got.uri)
 	assert.Equal(t, `<quo"te>`, got.header.Get("X-Key"))
@@ -133,7 +133,7 @@ func TestPlaceholdersAreReadInHeadersPathsAndBodies(t *testing.T) {
 func TestABraceAfterABackslashIsLiteral(t *testing.T) {
 	f := newFake(t)
 	f.answer("POST /load", 200, "")
-	require.NoError(t, open(t, `{"load":{"path":"/load","body":"a \\{env.X\\} b \\{item} c"}}`, f.addr).Load(t.Context()))
+	require.NoError(t, open(t, `{"load":{"path":"/load","body":"a \\{env.X\\} b \\{item} c"}}`, f.addr).Load(t.Context(), lifecycle.Target{}))
 	assert.Equal(t, "a {env.X} b {item} c", f.called("POST /load")[0].body)
 }
 
@@ -179,10 +179,10 @@ func TestSecretsAreNeverShown(t *testing.T) {
 	all := func(t *testing.T, upstream string, limit time.Duration) {
 		d := open(t, config, upstream, probeTimeout(limit), unloadTimeout(limit))
 		check(t, "probe", d.Probe(t.Context()).Detail)
-		check(t, "load", d.Load(shortly(t)).Error())
-		_, err := d.Unload(t.Context())
+		check(t, "load", d.Load(shortly(t), lifecycle.Target{}).Error())
+		_, err := d.Unload(t.Context(), lifecycle.Target{})
 		check(t, "unload", err.Error())
-		_, err = d.Busy(t.Context())
+		_, err = d.Busy(t.Context(), lifecycle.Target{})
 		check(t, "busy", err.Error())
 		for _, verb := range []string{"%v", "%+v", "%#v", "%s"} {
 			check(t, verb, fmt.Sprintf(verb, d))
@@ -191,7 +191,7 @@ func TestSecretsAreNeverShown(t *testing.T) {
 	t.Run("echoed", func(t *testing.T) { all(t, f.addr, patience) })
 	t.Run("echoed from the body", func(t *testing.T) {
 		f.handle("POST /load", bodyEcho)
-		err := open(t, config, f.addr).Load(t.Context())
+		err := open(t, config, f.addr).Load(t.Context(), lifecycle.Target{})
 		check(t, "load", err.Error())
 		assert.ErrorContains(t, err, "you said [redacted] with [redacted], session [redacted], password [redacted]")
 	})
@@ -206,7 +206,7 @@ func TestSecretsAreNeverShown(t *testing.T) {
 	t.Run("not JSON", func(t *testing.T) {
 		f := newFake(t)
 		f.answer("GET /busy", 200, "hello literal-secret")
-		_, err := open(t, config, f.addr).Busy(t.Context())
+		_, err := open(t, config, f.addr).Busy(t.Context(), lifecycle.Target{})
 		check(t, "busy", err.Error())
 	})
 	t.Run("module", func(t *testing.T) {
@@ -234,7 +234,7 @@ func TestSecretsAreNeverShown(t *testing.T) {
 func TestAnExcerptIsShortAndOneLine(t *testing.T) {
 	f := newFake(t)
 	f.answer("POST /load", 500, "first\r\n\tsecond \x00\x1b[31m\xff "+strings.Repeat("ünï ", 500))
-	err := open(t, `{"load":{"path":"/load"}}`, f.addr).Load(t.Context())
+	err := open(t, `{"load":{"path":"/load"}}`, f.addr).Load(t.Context(), lifecycle.Target{})
 	_, excerpt, found := strings.Cut(err.Error(), "wanted 2xx: ")
 	require.True(t, found)
 	assert.True(t, strings.HasPrefix(excerpt, "first second [31m? ünï"), excerpt)

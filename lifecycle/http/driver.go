@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"slices"
 	"time"
 
 	"go.uber.org/zap"
@@ -20,23 +21,31 @@ const (
 	lastPoll  = 250 * time.Millisecond
 )
 
-// driver speaks to one server. It has no state of its own and no goroutine;
-// every wait is bounded by the caller's context.
+// driver speaks to one server. It has no goroutine; every wait is bounded by
+// the caller's context. Of the server it knows what it can't be asked for.
 type driver struct {
 	plan   *plan
 	deps   lifecycle.Deps
 	client *http.Client
 	// tells is the route that tells residency, nil if none does.
 	tells *route
+	jobs  jobs   // that its answers named and that are not over
+	last  memory // what it was asked last, if that is to be remembered
 }
 
 func newDriver(p *plan, deps lifecycle.Deps) *driver {
 	d := &driver{plan: p, deps: deps, client: newClient(), tells: p.residency}
-	if d.tells == nil && p.health != nil && p.health.loaded != nil {
+	if d.tells == nil && p.health != nil && p.health.tells() {
 		d.tells = p.health
+	}
+	if p.remember {
+		d.last.open(deps)
 	}
 	return d
 }
+
+// tells says whether a route's answer tells residency.
+func (r *route) tells() bool { return r.loaded != nil || r.names != nil }
 
 // String names the driver and keeps its headers to itself.
 func (d *driver) String() string { return "lifecycle http of " + d.deps.Consumer }
@@ -45,12 +54,17 @@ func (d *driver) String() string { return "lifecycle http of " + d.deps.Consumer
 func (d *driver) GoString() string { return d.String() }
 
 func (d *driver) Traits() lifecycle.Traits {
+	load, unload := d.plan.load, d.plan.unload
 	return lifecycle.Traits{
-		Load:      d.plan.load != nil,
-		Unload:    d.plan.unload != nil,
-		Health:    d.deps.Upstream != "",
-		Residency: d.tells != nil,
-		Busy:      d.plan.busy != nil,
+		Load:        load != nil && !load.named,
+		Unload:      unload != nil && (!unload.named || unload.forEach != nil),
+		Health:      d.deps.Upstream != "",
+		Residency:   d.tells != nil || d.plan.remember,
+		Busy:        d.plan.busy != nil || d.plan.jobs != nil,
+		Models:      d.tells != nil && d.tells.names != nil,
+		LoadModel:   load != nil && load.named,
+		UnloadModel: unload != nil && (unload.named || unload.forEach != nil),
+		Tag:         d.plan.tag,
 	}
 }
 
@@ -72,9 +86,15 @@ func (d *driver) Probe(ctx context.Context) lifecycle.Report {
 	said, err := d.health(ctx, end)
 	if err != nil {
 		report.Outcome, report.Detail = outcomeOf(err), err.Error()
+		if report.Outcome == lifecycle.Refused {
+			d.last.forget() // it starts loaded
+		}
 		return report
 	}
-	report.Loaded, report.Resident, report.Detail = said.loaded, said.resident, said.detail
+	report.Loaded, report.Resident, report.Models, report.Detail = said.loaded, said.resident, said.models, said.detail
+	if d.plan.remember && d.tells == nil {
+		report.Loaded = lifecycle.TriOf(!d.last.unloaded())
+	}
 	if d.tells == nil || d.tells == d.plan.health {
 		return report
 	}
@@ -86,8 +106,8 @@ func (d *driver) Probe(ctx context.Context) lifecycle.Report {
 		}
 		return report
 	}
-	report.Loaded, report.Detail = now.loaded, now.detail
-	if d.tells.resident != nil {
+	report.Loaded, report.Models, report.Detail = now.loaded, now.models, now.detail
+	if d.tells.resident != nil || d.tells.sizes != nil {
 		report.Resident = now.resident
 	}
 	return report
@@ -97,7 +117,24 @@ func (d *driver) Probe(ctx context.Context) lifecycle.Report {
 type said struct {
 	loaded   lifecycle.Tri
 	resident gpu.Bytes // -1: it does not say
-	detail   string    // what it lacks
+	models   []lifecycle.Model
+	detail   string // what it lacks
+}
+
+// of is what an answer says of a target.
+func (s *said) of(t lifecycle.Target, tag string) lifecycle.Tri {
+	if t.Model == "" {
+		return s.loaded
+	}
+	if s.models == nil {
+		return lifecycle.Unknown
+	}
+	for _, m := range s.models {
+		if lifecycle.Same(m.Name, t.Model, tag) {
+			return lifecycle.Yes
+		}
+	}
+	return lifecycle.No
 }
 
 func (d *driver) health(ctx context.Context, end time.Time) (said, error) {
@@ -121,6 +158,11 @@ func (d *driver) residency(ctx context.Context, end time.Time) (said, error) {
 func (d *driver) questioned(ctx context.Context, r *route, end time.Time) (said, error) {
 	out := said{resident: -1}
 	body, err := d.exchange(ctx, r, nil, limit(r, end))
+	var f *failure
+	if errors.As(err, &f) && slices.Contains(r.unloadedOn, f.status) {
+		out.loaded, out.models = lifecycle.No, []lifecycle.Model{}
+		return out, nil
+	}
 	if err != nil {
 		return out, err
 	}
@@ -128,6 +170,13 @@ func (d *driver) questioned(ctx context.Context, r *route, end time.Time) (said,
 	if err != nil {
 		out.detail = fmt.Sprintf("%s: %v", r.name, err)
 		return out, nil
+	}
+	if r.names != nil {
+		if out.models, err = r.listModels(ctx, answer); err != nil {
+			out.detail = fmt.Sprintf("%s: %v", r.name, err)
+		} else {
+			out.loaded, out.resident = lifecycle.TriOf(len(out.models) > 0), sumOf(out.models)
+		}
 	}
 	if r.loaded != nil {
 		if value, err := r.loaded.find(ctx, answer); err != nil {
@@ -141,11 +190,57 @@ func (d *driver) questioned(ctx context.Context, r *route, end time.Time) (said,
 			out.resident = amount(value, r.unit)
 		}
 		// The sum over a list that is missing is 0, which then means nothing.
-		if out.resident == 0 && r.loaded != nil && out.loaded == lifecycle.Unknown {
+		if out.resident == 0 && r.tells() && out.loaded == lifecycle.Unknown {
 			out.resident = -1
 		}
 	}
 	return out, nil
+}
+
+// listModels reads the models that an answer lists. A list that is missing is an error: it does not say.
+func (r *route) listModels(ctx context.Context, answer any) ([]lifecycle.Model, error) {
+	value, err := r.names.find(ctx, answer)
+	if err != nil {
+		return nil, err
+	}
+	names, err := list(value)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", r.names.expression, err)
+	}
+	var sizes []any
+	if r.sizes != nil {
+		if value, err := r.sizes.find(ctx, answer); err == nil {
+			sizes, _ = value.([]any) // a list of another length, or none, says nothing
+		}
+	}
+	models := make([]lifecycle.Model, 0, min(len(names), maxModels))
+	for i, name := range names[:min(len(names), maxModels)] {
+		m := lifecycle.Model{Name: plain(name), Resident: -1}
+		if len(sizes) == len(names) {
+			m.Resident = amount(sizes[i], r.sizeUnit)
+		}
+		if m.Name != "" {
+			models = append(models, m)
+		}
+	}
+	return models, nil
+}
+
+// maxModels bounds how many models of one server are known to be loaded.
+const maxModels = 256
+
+// sumOf is how much all of them hold; -1 if one does not say.
+func sumOf(models []lifecycle.Model) (sum gpu.Bytes) {
+	for _, m := range models {
+		if m.Resident < 0 {
+			return -1
+		}
+		sum += m.Resident
+	}
+	if len(models) == 0 {
+		return -1
+	}
+	return sum
 }
 
 // connect is the health probe of a server without a health route.
@@ -173,21 +268,27 @@ func limit(r *route, end time.Time) time.Duration {
 // Load calls the load route and waits until the server is healthy and, where
 // it can tell, loaded. Without a load route it waits for health alone, as
 // nothing would make the server load.
-func (d *driver) Load(ctx context.Context) error {
-	if r := d.plan.load; r != nil {
-		body, err := d.exchange(ctx, r, nil, r.timeout)
+func (d *driver) Load(ctx context.Context, t lifecycle.Target) error {
+	r := d.plan.load
+	if r != nil && r.named != (t.Model != "") {
+		r = nil // it is for what is not meant
+	}
+	if r != nil && !(d.plan.remember && !d.last.unloaded()) {
+		body, err := d.call(ctx, r, t.Model)
 		if saysOutOfMemory(body) {
 			text := fmt.Sprintf("%s answered: %s", r.name, d.plan.secrets.excerpt(body))
 			if err != nil {
 				text = err.Error()
 			}
-			return d.wrap("load", &failure{lifecycle.Wrong, text, lifecycle.ErrOutOfMemory})
+			return d.wrap("load", &failure{outcome: lifecycle.Wrong, text: text, cause: lifecycle.ErrOutOfMemory})
 		}
 		if err != nil {
 			return d.wrap("load", err)
 		}
+		d.last.forget()
 		d.deps.Logger.Debug("load route answered", zap.String("consumer", d.deps.Consumer))
 	}
+	needsLoaded := r != nil && d.tells != nil && (t.Model == "" || d.tells.names != nil)
 	var last lifecycle.Report
 	seen := false
 	err := poll(ctx, func() bool {
@@ -195,14 +296,35 @@ func (d *driver) Load(ctx context.Context) error {
 		if ctx.Err() != nil && seen {
 			return false // cut off by the end of the wait: the one before tells more
 		}
+		if t.Model != "" {
+			report.Loaded = (&said{models: report.Models}).of(t, d.plan.tag)
+		}
 		last, seen = report, true
-		needsLoaded := d.plan.load != nil && d.tells != nil
 		return last.Outcome == lifecycle.Answered && (!needsLoaded || last.Loaded == lifecycle.Yes)
 	})
 	if err == nil {
 		return nil
 	}
 	return d.wrap("load", notReady(last, err))
+}
+
+// call sends a load or unload route's request, and looks at what its answer says of its success.
+func (d *driver) call(ctx context.Context, r *route, item any) ([]byte, error) {
+	body, err := d.exchange(ctx, r, item, r.timeout)
+	if err != nil || r.success == nil {
+		return body, err
+	}
+	answer, err := parseAnswer(body)
+	if err == nil {
+		var value any
+		if value, err = r.success.find(ctx, answer); err == nil && !truth(value) {
+			err = fmt.Errorf("the answer says that it failed (%s is not true)", r.success.expression)
+		}
+	}
+	if err != nil {
+		return body, &failure{outcome: lifecycle.Wrong, text: fmt.Sprintf("%s: %v: %s", r.name, err, d.plan.secrets.excerpt(body))}
+	}
+	return body, nil
 }
 
 // notReady says what was lacking when the wait for a load ended.
@@ -223,13 +345,21 @@ func notReady(last lifecycle.Report, ended error) error {
 	return fmt.Errorf("%s (%w)", text, ended)
 }
 
-// Busy asks the busy route once.
-func (d *driver) Busy(ctx context.Context) (bool, error) {
+// Busy asks the busy route once, and for the jobs that answers have named.
+func (d *driver) Busy(ctx context.Context, t lifecycle.Target) (bool, error) {
 	r := d.plan.busy
-	if r == nil {
+	if r == nil && d.plan.jobs == nil {
 		return false, d.wrap("busy", errors.New("no busy route is configured"))
 	}
-	answer, err := d.ask(ctx, r, limit(r, time.Now().Add(d.deps.ProbeTimeout)))
+	if d.plan.jobs != nil {
+		if busy, err := d.working(ctx); busy || err != nil || r == nil {
+			return busy, err
+		}
+	}
+	if len(r.metrics) > 0 {
+		return d.measured(ctx, r, t)
+	}
+	answer, err := d.ask(ctx, r, t.Model, limit(r, time.Now().Add(d.deps.ProbeTimeout)))
 	if err != nil {
 		return false, d.wrap("busy", err)
 	}

@@ -30,6 +30,7 @@ type failure struct {
 	outcome lifecycle.Outcome
 	text    string
 	cause   error // lifecycle.ErrRefused, lifecycle.ErrOutOfMemory, a context's error, or nil
+	status  int   // of an answer that was not accepted
 }
 
 func (f *failure) Error() string { return f.text }
@@ -92,7 +93,7 @@ func (d *driver) exchange(ctx context.Context, r *route, item any, limit time.Du
 		if excerpt := d.plan.secrets.excerpt(body); excerpt != "" {
 			text += ": " + excerpt
 		}
-		return body, &failure{outcome: lifecycle.Wrong, text: text}
+		return body, &failure{outcome: lifecycle.Wrong, text: text, status: resp.StatusCode}
 	}
 	body, err := r.read(resp.Body)
 	if errors.Is(err, errTooLarge) {
@@ -122,8 +123,8 @@ func (r *route) read(body io.Reader) ([]byte, error) {
 }
 
 // ask sends a route's request and returns its answer as JSON.
-func (d *driver) ask(ctx context.Context, r *route, limit time.Duration) (any, error) {
-	body, err := d.exchange(ctx, r, nil, limit)
+func (d *driver) ask(ctx context.Context, r *route, item any, limit time.Duration) (any, error) {
+	body, err := d.exchange(ctx, r, item, limit)
 	if err != nil {
 		return nil, err
 	}
@@ -150,16 +151,16 @@ func (d *driver) broken(ctx context.Context, what string, begun time.Time, err e
 	var inNet net.Error
 	switch {
 	case errors.Is(ctx.Err(), context.Canceled):
-		return &failure{lifecycle.TimedOut, fmt.Sprintf("%s was given up after %s", what, waited), context.Canceled}
+		return &failure{outcome: lifecycle.TimedOut, text: fmt.Sprintf("%s was given up after %s", what, waited), cause: context.Canceled}
 	case ctx.Err() != nil:
-		return &failure{lifecycle.TimedOut, fmt.Sprintf("%s did not answer within %s", what, waited), context.DeadlineExceeded}
+		return &failure{outcome: lifecycle.TimedOut, text: fmt.Sprintf("%s did not answer within %s", what, waited), cause: context.DeadlineExceeded}
 	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH),
 		errors.As(err, &inName) && inName.IsNotFound:
-		return &failure{lifecycle.Refused, fmt.Sprintf("%s: %s: does the server run at %s?", what, d.shown(err), d.deps.Upstream), lifecycle.ErrRefused}
+		return &failure{outcome: lifecycle.Refused, text: fmt.Sprintf("%s: %s: does the server run at %s?", what, d.shown(err), d.deps.Upstream), cause: lifecycle.ErrRefused}
 	case errors.As(err, &inNet) && inNet.Timeout():
-		return &failure{lifecycle.TimedOut, fmt.Sprintf("%s did not answer within %s", what, waited), context.DeadlineExceeded}
+		return &failure{outcome: lifecycle.TimedOut, text: fmt.Sprintf("%s did not answer within %s", what, waited), cause: context.DeadlineExceeded}
 	default:
-		return &failure{lifecycle.Wrong, fmt.Sprintf("%s: the connection broke: %s", what, d.shown(err)), nil}
+		return &failure{outcome: lifecycle.Wrong, text: fmt.Sprintf("%s: the connection broke: %s", what, d.shown(err)), cause: nil}
 	}
 }
 

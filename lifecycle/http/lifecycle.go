@@ -35,16 +35,36 @@ type Lifecycle struct {
 	Header http.Header `json:"header,omitempty"`
 	// Asks whether the server is well. With `loaded` it also tells residency. Default: a TCP connection to `upstream`.
 	Health *Route `json:"health,omitempty"`
-	// Asks whether the model is on the GPU; needs `loaded`. Default: the health route, if that has `loaded`.
+	// Asks whether the model is on the GPU; needs `loaded` or `names`. Default: the health route, if that has one of them.
 	Residency *Route `json:"residency,omitempty"`
 	// Loads the model. The server is ready when the health route answers and, where residency can be told, says loaded.
 	Load *Route `json:"load,omitempty"`
 	// Gives the GPU memory back. Done when the residency probe says so; without one only the memory itself can tell.
 	Unload *Route `json:"unload,omitempty"`
-	// Asks whether the server works, whoever asked it to; needs `busy`.
+	// Asks whether the server works, whoever asked it to; needs `busy` or `busy_metrics`.
 	Busy *Route `json:"busy,omitempty"`
+	// Jobs that its answers name and that go on after them, for a server that does not list them.
+	Jobs *JobRoute `json:"jobs,omitempty"`
+	// What a model's name without a tag means to the server: with `latest`, `llama3` and `llama3:latest` are the same. Default: none.
+	ModelTag string `json:"model_tag,omitempty"`
+	// For a server that can't say whether it is loaded, starts loaded, and must not be asked twice to load or to
+	// unload: what it was asked last is remembered, also over a restart of Caddy.
+	Remember bool `json:"remember,omitempty"`
 
 	plan *plan // made by Provision
+}
+
+// JobRoute follows jobs that are named in answers, such as
+// `202 {"id": "7"}`. Each is asked for until it is over; one that the server does not know any more is over, too.
+type JobRoute struct {
+	// JSONPath to the job's ID in the answer to the request.
+	ID string `json:"id"`
+	// Path at which the server tells of a job; `{item}` stands for its ID, escaped.
+	Path string `json:"path"`
+	// Headers of this request.
+	Header http.Header `json:"header,omitempty"`
+	// JSONPath that is true once the job is over, `$.status == "completed" || $.status == "failed"` for example.
+	Done string `json:"done"`
 }
 
 // Route is one HTTP request to the server and how its answer is read.
@@ -58,6 +78,10 @@ type Lifecycle struct {
 // A key that is missing is neither: the server did not say. But a path with a
 // wildcard (`$.models[*]`) yields an empty array where a key is missing, so
 // write `$.models` for `loaded`.
+//
+// In the path and body of load, unload and busy `{model}` stands for the name of
+// the model that is meant, of a consumer that has several: in a path it is
+// escaped; in a JSON body it is the whole JSON value outside quotes, and escaped text inside.
 type Route struct {
 	// Default: POST for load and unload, GET for the others.
 	Method string `json:"method,omitempty"`
@@ -69,6 +93,10 @@ type Route struct {
 	Body string `json:"body,omitempty"`
 	// Statuses that mean success, 200 to 599. Default: any from 200 to 299.
 	Accept []int `json:"accept,omitempty"`
+	// Load and unload: JSONPath that must be true in the answer, `$.success` for example, else the call has failed.
+	Success string `json:"success,omitempty"`
+	// Health and residency: statuses, beside those accepted, that mean: nothing is loaded.
+	UnloadedOn []int `json:"unloaded_on,omitempty"`
 	// How long the answer may take. Default: `probe_timeout` for health, residency, busy and for_each, what is
 	// left of `load_timeout` or `unload_timeout` for load and unload.
 	Timeout caddy.Duration `json:"timeout,omitempty"`
@@ -79,8 +107,15 @@ type Route struct {
 	ResidentMiB string `json:"resident_mib,omitempty"`
 	// Health and residency: how much GPU memory it holds, in bytes; an array is summed.
 	ResidentBytes string `json:"resident_bytes,omitempty"`
+	// Health and residency: the names of the models that are on the GPU, `$.models[*].name` for example.
+	Names string `json:"names,omitempty"`
+	// Health and residency: how much GPU memory each of these models holds, in the same order: in bytes, or in MiB.
+	SizesBytes string `json:"sizes_bytes,omitempty"`
+	SizesMiB   string `json:"sizes_mib,omitempty"`
 	// Busy: does it work?
 	Busy string `json:"busy,omitempty"`
+	// Busy: the answer is in Prometheus' text form, and the server works if any of these metrics is above 0.
+	BusyMetrics []string `json:"busy_metrics,omitempty"`
 	// Unload: first get this list, then call the route for each of its values, until the list is empty.
 	ForEach *ForEach `json:"for_each,omitempty"`
 }

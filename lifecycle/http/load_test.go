@@ -25,7 +25,7 @@ func TestLoadCallsItsRouteAndWaitsUntilTheServerSaysLoaded(t *testing.T) {
 	f := newFake(t)
 	f.answer("POST /load", 200, `{"success":true}`)
 	f.handle("GET /health", inTurn(`{}`, `{"loaded":false}`, `{"loaded":false}`, `{"loaded":true}`))
-	require.NoError(t, open(t, loadConfig, f.addr).Load(t.Context()))
+	require.NoError(t, open(t, loadConfig, f.addr).Load(t.Context(), lifecycle.Target{}))
 	got := f.called("POST /load")
 	require.Len(t, got, 1)
 	assert.Equal(t, `{"model":"x"}`, got[0].body)
@@ -41,7 +41,7 @@ func TestLoadWaitsThroughUnhealthyAnswers(t *testing.T) {
 			w.WriteHeader(503)
 		}
 	})
-	require.NoError(t, open(t, `{"health":{"path":"/health"},"load":{"path":"/load"}}`, f.addr).Load(t.Context()))
+	require.NoError(t, open(t, `{"health":{"path":"/health"},"load":{"path":"/load"}}`, f.addr).Load(t.Context(), lifecycle.Target{}))
 	assert.Len(t, f.called("GET /health"), 3)
 }
 
@@ -56,7 +56,7 @@ func TestLoadReadsAStreamedAnswerToItsEnd(t *testing.T) {
 		ended = true
 	})
 	f.answer("GET /health", 200, `{"loaded":true}`)
-	require.NoError(t, open(t, loadConfig, f.addr).Load(t.Context()))
+	require.NoError(t, open(t, loadConfig, f.addr).Load(t.Context(), lifecycle.Target{}))
 	assert.True(t, ended)
 }
 
@@ -72,7 +72,7 @@ func TestLoadTellsOutOfMemory(t *testing.T) {
 			f := newFake(t)
 			f.handle("POST /load", handler)
 			f.answer("GET /health", 200, `{"loaded":false}`)
-			err := open(t, loadConfig, f.addr).Load(t.Context())
+			err := open(t, loadConfig, f.addr).Load(t.Context(), lifecycle.Target{})
 			require.ErrorIs(t, err, lifecycle.ErrOutOfMemory)
 			assert.ErrorContains(t, err, "consumer mvoice: load: load route POST /load answered")
 		})
@@ -82,20 +82,20 @@ func TestLoadTellsOutOfMemory(t *testing.T) {
 func TestLoadFailsWhereItsRouteDoes(t *testing.T) {
 	f := newFake(t)
 	f.answer("POST /load", 422, `no such model`)
-	err := open(t, loadConfig, f.addr).Load(t.Context())
+	err := open(t, loadConfig, f.addr).Load(t.Context(), lifecycle.Target{})
 	assert.EqualError(t, err, "consumer mvoice: load: load route POST /load answered 422, wanted 2xx: no such model")
 	assert.NotErrorIs(t, err, lifecycle.ErrOutOfMemory)
 	assert.Empty(t, f.called("GET /health"))
 }
 
 func TestLoadTellsRefused(t *testing.T) {
-	assert.ErrorIs(t, open(t, loadConfig, nobody(t)).Load(t.Context()), lifecycle.ErrRefused)
+	assert.ErrorIs(t, open(t, loadConfig, nobody(t)).Load(t.Context(), lifecycle.Target{}), lifecycle.ErrRefused)
 }
 
 func TestLoadTellsThatTheServerWentAwayAfterItsRouteAnswered(t *testing.T) {
 	f := newFake(t)
 	f.handle("POST /load", func(http.ResponseWriter, *http.Request) { _ = f.Listener.Close() })
-	err := open(t, loadConfig, f.addr).Load(shortly(t))
+	err := open(t, loadConfig, f.addr).Load(shortly(t), lifecycle.Target{})
 	assert.ErrorIs(t, err, lifecycle.ErrRefused)
 	assert.ErrorIs(t, err, context.DeadlineExceeded)
 }
@@ -114,7 +114,7 @@ func TestLoadSaysWhatIsLackingWhenItsTimeIsUp(t *testing.T) {
 			f := newFake(t)
 			f.answer("POST /load", 200, ``)
 			f.handle("GET /health", c.health)
-			err := open(t, loadConfig, f.addr, probeTimeout(50*time.Millisecond)).Load(shortly(t))
+			err := open(t, loadConfig, f.addr, probeTimeout(50*time.Millisecond)).Load(shortly(t), lifecycle.Target{})
 			assert.ErrorContains(t, err, c.want)
 			assert.ErrorIs(t, err, context.DeadlineExceeded)
 		})
@@ -124,7 +124,7 @@ func TestLoadSaysWhatIsLackingWhenItsTimeIsUp(t *testing.T) {
 func TestLoadWithoutRouteWaitsForHealthAlone(t *testing.T) {
 	f := newFake(t)
 	f.answer("GET /health", 200, `{"loaded":false}`)
-	require.NoError(t, open(t, `{"health":{"path":"/health","loaded":"$.loaded"}}`, f.addr).Load(t.Context()))
+	require.NoError(t, open(t, `{"health":{"path":"/health","loaded":"$.loaded"}}`, f.addr).Load(t.Context(), lifecycle.Target{}))
 }
 
 func TestLoadEndsWithItsContext(t *testing.T) {
@@ -132,7 +132,7 @@ func TestLoadEndsWithItsContext(t *testing.T) {
 		f := newFake(t)
 		arrived := make(chan struct{}, 1)
 		f.handle("POST /load", hangs(arrived))
-		endsWithContext(t, arrived, open(t, loadConfig, f.addr).Load)
+		endsWithContext(t, arrived, func(ctx context.Context) error { return open(t, loadConfig, f.addr).Load(ctx, lifecycle.Target{}) })
 	})
 	t.Run("while it polls", func(t *testing.T) {
 		f := newFake(t)
@@ -144,13 +144,13 @@ func TestLoadEndsWithItsContext(t *testing.T) {
 			}
 			says(200, `{"loaded":false}`)(w, r)
 		})
-		endsWithContext(t, arrived, open(t, loadConfig, f.addr).Load)
+		endsWithContext(t, arrived, func(ctx context.Context) error { return open(t, loadConfig, f.addr).Load(ctx, lifecycle.Target{}) })
 	})
 }
 
 func TestALoadRoutesOwnTimeOut(t *testing.T) {
 	f := newFake(t)
 	f.handle("POST /load", hangs(nil))
-	err := open(t, `{"load":{"path":"/load","timeout":"50ms"}}`, f.addr).Load(t.Context())
+	err := open(t, `{"load":{"path":"/load","timeout":"50ms"}}`, f.addr).Load(t.Context(), lifecycle.Target{})
 	assert.ErrorContains(t, err, "load route POST /load did not answer within")
 }

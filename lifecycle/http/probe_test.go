@@ -105,7 +105,7 @@ func TestAnErrorWhoseBodyHangsIsStillWrongAndNotATimeOut(t *testing.T) {
 		w.(http.Flusher).Flush()
 		<-r.Context().Done()
 	})
-	err := open(t, `{"load":{"path":"/load"}}`, f.addr, probeTimeout(50*time.Millisecond)).Load(t.Context())
+	err := open(t, `{"load":{"path":"/load"}}`, f.addr, probeTimeout(50*time.Millisecond)).Load(t.Context(), lifecycle.Target{})
 	assert.ErrorContains(t, err, "load route POST /load answered 500, wanted 2xx: no such model")
 }
 
@@ -321,7 +321,7 @@ func TestBusy(t *testing.T) {
 	} {
 		f := newFake(t)
 		f.answer("GET /busy", 200, c.body)
-		got, err := open(t, `{"busy":{"path":"/busy","busy":`+quote(c.expression)+`}}`, f.addr).Busy(t.Context())
+		got, err := open(t, `{"busy":{"path":"/busy","busy":`+quote(c.expression)+`}}`, f.addr).Busy(t.Context(), lifecycle.Target{})
 		if c.err != "" {
 			assert.ErrorContains(t, err, c.err)
 			continue
@@ -332,11 +332,11 @@ func TestBusy(t *testing.T) {
 	t.Run("hangs", func(t *testing.T) {
 		f := newFake(t)
 		f.handle("GET /busy", hangs(nil))
-		_, err := open(t, `{"busy":{"path":"/busy","busy":"$.n"}}`, f.addr, probeTimeout(50*time.Millisecond)).Busy(t.Context())
+		_, err := open(t, `{"busy":{"path":"/busy","busy":"$.n"}}`, f.addr, probeTimeout(50*time.Millisecond)).Busy(t.Context(), lifecycle.Target{})
 		assert.ErrorIs(t, err, context.DeadlineExceeded)
 	})
 	t.Run("not configured", func(t *testing.T) {
-		_, err := open(t, `{}`, "127.0.0.1:1").Busy(t.Context())
+		_, err := open(t, `{}`, "127.0.0.1:1").Busy(t.Context(), lifecycle.Target{})
 		assert.ErrorContains(t, err, "no busy route")
 	})
 }

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"net/url"
 	"regexp"
+	"slices"
 	"strings"
 )
 
@@ -22,16 +23,23 @@ type text []piece
 
 type piece struct {
 	literal string
-	item    func(any) string // not nil: the piece is {item}, written so
+	item    func(any) string // not nil: the piece is an item, written so
+	name    string           // … of this name
 }
+
+// The items: values that are known only when a request is made.
+const (
+	listItem  = "{item}"  // one of a list that the server tells
+	modelItem = "{model}" // the name of the model that is meant
+)
 
 // placeholder is deliberately narrower than Caddy's, to which every JSON
 // object is a placeholder: a name, perhaps with a dot and more.
 var placeholder = regexp.MustCompile(`\{[A-Za-z_][\w-]*(?:\.[^{}"\s]*)?\}`)
 
-// text reads in, with {item} allowed only if withItem. What it can't read it
+// text reads in, which may hold these items. What it can't read it
 // reports as a fault of where. The values of placeholders become secrets.
-func (c *compiler) text(where, in string, kind textKind, withItem bool) text {
+func (c *compiler) text(where, in string, kind textKind, items ...string) text {
 	var out text
 	var scan scanner
 	split(in, func(literal, key string) {
@@ -39,10 +47,12 @@ func (c *compiler) text(where, in string, kind textKind, withItem bool) text {
 		scan.read(literal)
 		switch {
 		case key == "":
-		case key == "{item}" && withItem:
-			out = append(out, piece{item: scan.escaper(kind)})
-		case key == "{item}":
+		case slices.Contains(items, key):
+			out = append(out, piece{item: scan.escaper(kind), name: key})
+		case key == listItem:
 			c.fault("%s has {item}, which is known only in the path and body of an unload route with for_each", where)
+		case key == modelItem:
+			c.fault("%s has {model}, which is known only in the path and body of load, unload and busy", where)
 		default:
 			// Caddy's error names the placeholder, never its value.
 			value, err := c.repl.ReplaceOrErr(key, true, true)
@@ -61,13 +71,8 @@ func (c *compiler) text(where, in string, kind textKind, withItem bool) text {
 	return out
 }
 
-func (t text) hasItem() bool {
-	for _, p := range t {
-		if p.item != nil {
-			return true
-		}
-	}
-	return false
+func (t text) has(item string) bool {
+	return slices.ContainsFunc(t, func(p piece) bool { return p.name == item })
 }
 
 func (t text) render(item any) string {

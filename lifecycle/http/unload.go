@@ -24,27 +24,32 @@ const (
 // is empty, and waits until the residency probe says unloaded. Where there is
 // no such probe, or nothing listens any more, it can't confirm. A route that
 // is refused is an error that wraps lifecycle.ErrRefused.
-func (d *driver) Unload(ctx context.Context) (bool, error) {
+func (d *driver) Unload(ctx context.Context, t lifecycle.Target) (bool, error) {
 	r := d.plan.unload
-	if r == nil {
+	if traits := d.Traits(); r == nil || t.Model == "" && !traits.Unload || t.Model != "" && !traits.UnloadModel {
 		return false, d.wrap("unload", errors.New("no unload route is configured"))
 	}
 	ctx, cancel := context.WithTimeout(ctx, d.deps.UnloadTimeout)
 	defer cancel()
 	var err error
-	if r.forEach != nil {
+	switch {
+	case d.plan.remember && d.last.unloaded(): // it must not be asked twice
+	case t.Model == "" && r.forEach != nil:
 		err = d.unloadEach(ctx, r)
-	} else {
-		_, err = d.exchange(ctx, r, nil, r.timeout)
+	default:
+		_, err = d.call(ctx, r, t.Model)
 	}
 	if err != nil {
 		return false, d.wrap("unload", err)
 	}
+	if d.plan.remember {
+		d.last.note()
+	}
 	d.deps.Logger.Debug("unload accepted", zap.String("consumer", d.deps.Consumer))
-	if d.tells == nil {
+	if d.tells == nil || t.Model != "" && d.tells.names == nil {
 		return false, nil
 	}
-	confirmed, err := d.confirm(ctx)
+	confirmed, err := d.confirm(ctx, t)
 	if err != nil {
 		return false, d.wrap("unload", err)
 	}
@@ -52,13 +57,14 @@ func (d *driver) Unload(ctx context.Context) (bool, error) {
 }
 
 // confirm waits until the residency probe says unloaded.
-func (d *driver) confirm(ctx context.Context) (bool, error) {
+func (d *driver) confirm(ctx context.Context, t lifecycle.Target) (bool, error) {
 	var last said
 	var lastErr error
 	var refusedSince time.Time
 	confirmed := false
 	err := poll(ctx, func() bool {
 		now, err := d.residency(ctx, time.Now().Add(d.deps.ProbeTimeout))
+		now.loaded = now.of(t, d.plan.tag)
 		if ctx.Err() != nil && err != nil {
 			if lastErr == nil && last.loaded == lifecycle.Unknown {
 				lastErr = err
@@ -129,7 +135,7 @@ func (d *driver) unloadThese(ctx context.Context, r *route, values []any, asked 
 			continue
 		}
 		asked[value] = time.Now()
-		if _, err := d.exchange(ctx, r, value, r.timeout); err != nil {
+		if _, err := d.call(ctx, r, value); err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", d.names([]any{value}), err))
 		}
 	}
@@ -138,7 +144,7 @@ func (d *driver) unloadThese(ctx context.Context, r *route, values []any, asked 
 
 // listed asks for the values that are to be unloaded.
 func (d *driver) listed(ctx context.Context, r *route) ([]any, error) {
-	answer, err := d.ask(ctx, r, limit(r, time.Now().Add(d.deps.ProbeTimeout)))
+	answer, err := d.ask(ctx, r, nil, limit(r, time.Now().Add(d.deps.ProbeTimeout)))
 	if err != nil {
 		return nil, err
 	}

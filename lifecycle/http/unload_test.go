@@ -22,7 +22,7 @@ func TestUnloadIsConfirmedOnceTheServerSaysUnloaded(t *testing.T) {
 	f := newFake(t)
 	f.answer("POST /unload", 200, ``)
 	f.handle("GET /health", inTurn(`{"loaded":true}`, `{"loaded":true}`, `{"loaded":false}`))
-	confirmed, err := open(t, unloadConfig, f.addr).Unload(t.Context())
+	confirmed, err := open(t, unloadConfig, f.addr).Unload(t.Context(), lifecycle.Target{})
 	require.NoError(t, err)
 	assert.True(t, confirmed)
 	assert.Len(t, f.called("POST /unload"), 1)
@@ -33,7 +33,7 @@ func TestUnloadIsConfirmedOnceTheServerSaysUnloaded(t *testing.T) {
 func TestFC30UnloadWithoutResidencyProbeIsNeverConfirmed(t *testing.T) {
 	f := newFake(t)
 	f.answer("POST /free", 200, ``)
-	confirmed, err := open(t, `{"unload":{"path":"/free","body":"{\"unload_models\":true}"}}`, f.addr).Unload(t.Context())
+	confirmed, err := open(t, `{"unload":{"path":"/free","body":"{\"unload_models\":true}"}}`, f.addr).Unload(t.Context(), lifecycle.Target{})
 	require.NoError(t, err)
 	assert.False(t, confirmed)
 	assert.Equal(t, `{"unload_models":true}`, f.called("POST /free")[0].body)
@@ -43,7 +43,7 @@ func TestUnloadThatIsALieIsAnError(t *testing.T) {
 	f := newFake(t)
 	f.answer("POST /unload", 200, `{"success":true}`)
 	f.answer("GET /health", 200, `{"loaded":true}`)
-	confirmed, err := open(t, unloadConfig, f.addr, unloadTimeout(200*time.Millisecond)).Unload(t.Context())
+	confirmed, err := open(t, unloadConfig, f.addr, unloadTimeout(200*time.Millisecond)).Unload(t.Context(), lifecycle.Target{})
 	assert.False(t, confirmed)
 	assert.ErrorContains(t, err, "consumer mvoice: unload: the unload was accepted, but the server still says loaded")
 }
@@ -61,7 +61,7 @@ func TestUnloadThatCanNotBeConfirmedSaysWhy(t *testing.T) {
 			f := newFake(t)
 			f.answer("POST /unload", 200, ``)
 			f.handle("GET /health", c.health)
-			confirmed, err := open(t, unloadConfig, f.addr, unloadTimeout(200*time.Millisecond), probeTimeout(50*time.Millisecond)).Unload(t.Context())
+			confirmed, err := open(t, unloadConfig, f.addr, unloadTimeout(200*time.Millisecond), probeTimeout(50*time.Millisecond)).Unload(t.Context(), lifecycle.Target{})
 			assert.False(t, confirmed)
 			assert.ErrorContains(t, err, c.want)
 		})
@@ -72,7 +72,7 @@ func TestUnloadFailsWhereItsRouteDoes(t *testing.T) {
 	f := newFake(t)
 	f.answer("GET /health", 200, `{"loaded":false}`)
 	f.answer("POST /unload", 409, `in use`)
-	confirmed, err := open(t, unloadConfig, f.addr).Unload(t.Context())
+	confirmed, err := open(t, unloadConfig, f.addr).Unload(t.Context(), lifecycle.Target{})
 	assert.False(t, confirmed)
 	assert.EqualError(t, err, "consumer mvoice: unload: unload route POST /unload answered 409, wanted 2xx: in use")
 }
@@ -80,21 +80,21 @@ func TestUnloadFailsWhereItsRouteDoes(t *testing.T) {
 func TestUnloadAcceptsTheListedStatuses(t *testing.T) {
 	f := newFake(t)
 	f.answer("POST /unload", 400, `model is not running`)
-	_, err := open(t, `{"unload":{"path":"/unload","accept":[200,400]}}`, f.addr).Unload(t.Context())
+	_, err := open(t, `{"unload":{"path":"/unload","accept":[200,400]}}`, f.addr).Unload(t.Context(), lifecycle.Target{})
 	assert.NoError(t, err)
 }
 
 func TestUnloadTellsRefused(t *testing.T) {
-	_, err := open(t, unloadConfig, nobody(t)).Unload(t.Context())
+	_, err := open(t, unloadConfig, nobody(t)).Unload(t.Context(), lifecycle.Target{})
 	assert.ErrorIs(t, err, lifecycle.ErrRefused)
-	_, err = open(t, ollamaLike, nobody(t)).Unload(t.Context())
+	_, err = open(t, ollamaLike, nobody(t)).Unload(t.Context(), lifecycle.Target{})
 	assert.ErrorIs(t, err, lifecycle.ErrRefused)
 }
 
 func TestUnloadThatHangsEndsAtItsTimeOut(t *testing.T) {
 	f := newFake(t)
 	f.handle("POST /unload", hangs(nil))
-	_, err := open(t, unloadConfig, f.addr, unloadTimeout(50*time.Millisecond)).Unload(t.Context())
+	_, err := open(t, unloadConfig, f.addr, unloadTimeout(50*time.Millisecond)).Unload(t.Context(), lifecycle.Target{})
 	assert.ErrorIs(t, err, context.DeadlineExceeded)
 	assert.ErrorContains(t, err, "unload route POST /unload did not answer within")
 }
@@ -102,7 +102,7 @@ func TestUnloadThatHangsEndsAtItsTimeOut(t *testing.T) {
 func TestUnloadAfterWhichNothingListensIsLeftToTheMemory(t *testing.T) {
 	f := newFake(t)
 	f.handle("POST /unload", func(http.ResponseWriter, *http.Request) { _ = f.Listener.Close() })
-	confirmed, err := open(t, unloadConfig, f.addr).Unload(t.Context())
+	confirmed, err := open(t, unloadConfig, f.addr).Unload(t.Context(), lifecycle.Target{})
 	assert.NoError(t, err)
 	assert.False(t, confirmed)
 }
@@ -112,11 +112,11 @@ func TestUnloadEndsWithItsContext(t *testing.T) {
 	arrived := make(chan struct{}, 1)
 	f.handle("POST /unload", hangs(arrived))
 	d := open(t, unloadConfig, f.addr)
-	endsWithContext(t, arrived, func(ctx context.Context) error { _, err := d.Unload(ctx); return err })
+	endsWithContext(t, arrived, func(ctx context.Context) error { _, err := d.Unload(ctx, lifecycle.Target{}); return err })
 }
 
 func TestUnloadNotConfigured(t *testing.T) {
-	_, err := open(t, `{}`, "127.0.0.1:1").Unload(t.Context())
+	_, err := open(t, `{}`, "127.0.0.1:1").Unload(t.Context(), lifecycle.Target{})
 	assert.ErrorContains(t, err, "no unload route")
 }
 
@@ -185,7 +185,7 @@ func newModels(f *fake, after int, names ...string) *models {
 func TestForEachUnloadsEveryListedValueUntilTheListIsEmpty(t *testing.T) {
 	f := newFake(t)
 	m := newModels(f, 3, "llama3:8b", `odd "name"\`, "hf.co/a/b:Q4", "llama3:8b")
-	confirmed, err := open(t, ollamaLike, f.addr).Unload(t.Context())
+	confirmed, err := open(t, ollamaLike, f.addr).Unload(t.Context(), lifecycle.Target{})
 	require.NoError(t, err)
 	assert.True(t, confirmed)
 	assert.Equal(t, []string{"llama3:8b", `odd "name"\`, "hf.co/a/b:Q4"}, m.asked)
@@ -195,7 +195,7 @@ func TestForEachUnloadsEveryListedValueUntilTheListIsEmpty(t *testing.T) {
 func TestForEachOfAnEmptyListCallsNothing(t *testing.T) {
 	f := newFake(t)
 	m := newModels(f, 0)
-	confirmed, err := open(t, ollamaLike, f.addr).Unload(t.Context())
+	confirmed, err := open(t, ollamaLike, f.addr).Unload(t.Context(), lifecycle.Target{})
 	require.NoError(t, err)
 	assert.True(t, confirmed)
 	assert.Empty(t, m.asked)
@@ -205,7 +205,7 @@ func TestForEachAsksAgainForWhatIsStillListed(t *testing.T) {
 	f := newFake(t)
 	m := newModels(f, 0, "a")
 	m.deaf = 1 // as if a request had set the model's timer anew
-	confirmed, err := open(t, ollamaLike, f.addr).Unload(t.Context())
+	confirmed, err := open(t, ollamaLike, f.addr).Unload(t.Context(), lifecycle.Target{})
 	require.NoError(t, err)
 	assert.True(t, confirmed)
 	assert.Equal(t, []string{"a", "a"}, m.asked)
@@ -214,7 +214,7 @@ func TestForEachAsksAgainForWhatIsStillListed(t *testing.T) {
 func TestForEachThatNeverEmptiesIsAnErrorWithNames(t *testing.T) {
 	f := newFake(t)
 	newModels(f, 1<<30, "a", "b", "c", "d", "e", "f", "g")
-	_, err := open(t, ollamaLike, f.addr, unloadTimeout(200*time.Millisecond)).Unload(t.Context())
+	_, err := open(t, ollamaLike, f.addr, unloadTimeout(200*time.Millisecond)).Unload(t.Context(), lifecycle.Target{})
 	assert.ErrorContains(t, err, "still lists a, b, c, d, e, and 2 more")
 }
 
@@ -222,7 +222,7 @@ func TestForEachTriesTheOthersWhereOneFails(t *testing.T) {
 	f := newFake(t)
 	newModels(f, 0, "a", "b")
 	f.answer("POST /api/generate", 500, "boom")
-	_, err := open(t, ollamaLike, f.addr).Unload(t.Context())
+	_, err := open(t, ollamaLike, f.addr).Unload(t.Context(), lifecycle.Target{})
 	assert.ErrorContains(t, err, "a: unload route POST /api/generate answered 500, wanted 200 or 404: boom")
 	assert.ErrorContains(t, err, "b: unload route")
 	assert.Len(t, f.called("POST /api/generate"), 2)
@@ -235,13 +235,13 @@ func TestForEachWhoseListIsWrongIsAnError(t *testing.T) {
 	} {
 		f := newFake(t)
 		f.answer("GET /api/ps", 200, body)
-		_, err := open(t, ollamaLike, f.addr).Unload(t.Context())
+		_, err := open(t, ollamaLike, f.addr).Unload(t.Context(), lifecycle.Target{})
 		assert.ErrorContains(t, err, want)
 	}
 	// An answer without the list is not taken for an empty list.
 	f := newFake(t)
 	f.answer("GET /api/ps", 200, `{"error":"starting"}`)
-	confirmed, err := open(t, ollamaLike, f.addr, unloadTimeout(100*time.Millisecond)).Unload(t.Context())
+	confirmed, err := open(t, ollamaLike, f.addr, unloadTimeout(100*time.Millisecond)).Unload(t.Context(), lifecycle.Target{})
 	assert.False(t, confirmed)
 	assert.Error(t, err)
 }
@@ -260,7 +260,7 @@ func TestItemIsEscapedAsItsPlaceNeeds(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			f := newFake(t)
 			f.handle("GET /list", inTurn(`{"names":[`+quote(odd)+`]}`, `{"names":null}`))
-			_, err := open(t, `{"unload":{`+c.route+`,"accept":[200,404],"for_each":{"path":"/list","values":"$.names"}}}`, f.addr).Unload(t.Context())
+			_, err := open(t, `{"unload":{`+c.route+`,"accept":[200,404],"for_each":{"path":"/list","values":"$.names"}}}`, f.addr).Unload(t.Context(), lifecycle.Target{})
 			require.NoError(t, err)
 			f.mu.Lock()
 			defer f.mu.Unlock()
@@ -275,7 +275,7 @@ func TestItemsMayBeNumbers(t *testing.T) {
 	f.handle("GET /list", inTurn(`[{"id":7},{"id":12345678901}]`, `[]`))
 	f.answer("POST /u/7", 200, "")
 	f.answer("POST /u/12345678901", 200, "")
-	_, err := open(t, `{"unload":{"path":"/u/{item}","body":"{\"id\":{item}}","for_each":{"path":"/list","values":"$[*].id"}}}`, f.addr).Unload(t.Context())
+	_, err := open(t, `{"unload":{"path":"/u/{item}","body":"{\"id\":{item}}","for_each":{"path":"/list","values":"$[*].id"}}}`, f.addr).Unload(t.Context(), lifecycle.Target{})
 	require.NoError(t, err)
 	assert.Equal(t, `{"id":12345678901}`, f.called("POST /u/12345678901")[0].body)
 }

@@ -152,10 +152,10 @@ func TestOllamaIsProbedAndUnloadedModelByModel(t *testing.T) {
 	assert.False(t, consumer.VRAMManaged)
 
 	d := open(t, guest, &ollama{loaded: map[string]int{"llama3:8b": -1, "hf.co/a/b:Q4": -1}})
-	assert.Equal(t, lifecycle.Traits{Unload: true, Health: true, Residency: true}, d.Traits())
+	assert.Equal(t, lifecycle.Traits{Unload: true, Health: true, Residency: true, Models: true, LoadModel: true, UnloadModel: true, Tag: "latest"}, d.Traits())
 	assert.Equal(t, lifecycle.Report{Loaded: lifecycle.Yes, Resident: 4 * gpu.GiB}, d.Probe(t.Context()))
 
-	confirmed, err := d.Unload(t.Context())
+	confirmed, err := d.Unload(t.Context(), lifecycle.Target{})
 	require.NoError(t, err)
 	assert.True(t, confirmed)
 	assert.Equal(t, lifecycle.Report{Loaded: lifecycle.No, Resident: 0}, d.Probe(t.Context()))
@@ -184,15 +184,15 @@ func TestComfyUIIsAsyncLazyAndFreedByFlag(t *testing.T) {
 	assert.Equal(t, lifecycle.Traits{Unload: true, Health: true, Busy: true}, d.Traits())
 	assert.Equal(t, lifecycle.Report{Loaded: lifecycle.Unknown, Resident: -1}, d.Probe(t.Context()))
 
-	busy, err := d.Busy(t.Context())
+	busy, err := d.Busy(t.Context(), lifecycle.Target{})
 	require.NoError(t, err)
 	assert.False(t, busy)
 	queue.Store(3)
-	busy, err = d.Busy(t.Context())
+	busy, err = d.Busy(t.Context(), lifecycle.Target{})
 	require.NoError(t, err)
 	assert.True(t, busy)
 
-	confirmed, err := d.Unload(t.Context())
+	confirmed, err := d.Unload(t.Context(), lifecycle.Target{})
 	require.NoError(t, err)
 	assert.False(t, confirmed, "an accepted flag is no unload")
 	assert.Equal(t, `application/json {"unload_models":true,"free_memory":true}`, freed.Load())

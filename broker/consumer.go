@@ -1,0 +1,295 @@
+package broker
+
+import (
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// consumer is a model server as the broker knows it. Its fields are guarded by the broker's mutex.
+type consumer struct {
+	name string
+	settings
+	traits   lifecycle.Traits
+	upstream string    // where it listens; of a server that the driver starts: since its latest start
+	next     *settings // take the place of the present ones once the server that the driver has started is stopped; nil: nothing does
+	partner  *consumer // whose server it shares; then it has nothing of its own but its name and configuration
+	slots    []*slot   // in the order of the configuration, then those that were adopted
+
+	probeNow   chan struct{} // cap 1
+	stopProbes func()        // nil: none run
+	requests   uint64
+}
+
+// settings is what a configuration says of a consumer.
+type settings struct {
+	key    string
+	driver lifecycle.Driver
+	cfg    *config.Consumer
+
+	probeTimeout, loadTimeout, unloadTimeout, interval time.Duration
+}
+
+// slot is what is loaded and unloaded by itself: a consumer, or one of its models. The broker's mutex guards it.
+type slot struct {
+	name     string // as the scheduler knows it
+	model    string // empty: the consumer as a whole
+	consumer *consumer
+	adopted  bool      // nobody named it: the server did, or a request
+	size     gpu.Bytes // of an adopted one, as the server says; 0: it does not
+
+	cancelLoad func()    // ends the load under way; nil: none
+	loadBegan  time.Time // of the last load
+	loadEnded  time.Time
+}
+
+// loadedSince is how much of the time since then the last load took.
+func (sl *slot) loadedSince(since time.Time) time.Duration {
+	began := sl.loadBegan
+	if began.Before(since) {
+		began = since
+	}
+	return max(0, sl.loadEnded.Sub(began))
+}
+
+// has says whether the consumer has a driver of this key, or is to have it next.
+func (c *consumer) has(key string) bool {
+	return c.driver != nil && (c.key == key || c.next != nil && c.next.key == key)
+}
+
+// take puts settings into force.
+func (c *consumer) take(s settings) {
+	if s.driver != c.driver {
+		c.traits = s.driver.Traits()
+	}
+	c.settings, c.upstream = s, s.cfg.Upstream
+	c.findUpstream()
+}
+
+// findUpstream asks a driver that starts its server where that listens.
+func (c *consumer) findUpstream() {
+	if sup, ok := c.driver.(lifecycle.Supervisor); ok {
+		if address := sup.Upstream(); address != "" {
+			c.upstream = address
+		}
+	}
+}
+
+// runs says whether the driver has a server running that it would have to stop.
+func (c *consumer) runs() bool {
+	sup, ok := c.driver.(lifecycle.Supervisor)
+	return ok && sup.Running()
+}
+
+// real is the consumer whose server it is.
+func (c *consumer) real() *consumer {
+	if c.partner != nil {
+		return c.partner
+	}
+	return c
+}
+
+// SlotName is the name by which the scheduler, the record and the admin API know a model of a consumer; without a model the consumer's.
+func SlotName(consumer, model string) string {
+	if model == "" {
+		return consumer
+	}
+	return consumer + "/" + model
+}
+
+// ConsumerOf is the name of the consumer whose slot has this name.
+func ConsumerOf(slot string) string {
+	consumer, _, _ := strings.Cut(slot, "/") // which no consumer's name has
+	return consumer
+}
+
+// slotsOf brings the slots of a consumer up to date with its settings, and is what the scheduler is to know of them. It holds mu.
+func (b *Broker) slotsOf(c *consumer) []scheduler.SlotConfig {
+	before := c.slots
+	c.slots = nil
+	keep := func(model string, adopted bool, size gpu.Bytes) {
+		sl := b.slots[SlotName(c.name, model)]
+		if sl == nil {
+			sl = &slot{name: SlotName(c.name, model), model: model}
+			b.slots[sl.name] = sl
+		}
+		sl.consumer, sl.adopted, sl.size = c, adopted, size
+		c.slots = append(c.slots, sl)
+	}
+	if !c.cfg.HasModels() {
+		keep("", false, 0)
+	} else {
+		for _, m := range c.cfg.Models {
+			keep(m.Name, false, 0)
+		}
+		for _, sl := range before {
+			if sl.adopted && c.cfg.ModelNamed(sl.model, c.traits.Tag) == nil {
+				keep(sl.model, true, sl.size)
+			}
+		}
+	}
+	out := make([]scheduler.SlotConfig, 0, len(c.slots))
+	for _, sl := range c.slots {
+		out = append(out, b.slotConfig(sl))
+	}
+	return out
+}
+
+// slotConfig is what the scheduler is to know of a slot. It holds mu.
+func (b *Broker) slotConfig(sl *slot) scheduler.SlotConfig {
+	c := sl.consumer
+	cfg := c.cfg
+	out := SlotConfig(cfg, c.traits)
+	out.Stale = c.next != nil
+	for _, other := range b.consumers { // what shares its server is loaded with it
+		if other.partner == c {
+			out.Claim += other.cfg.VRAM
+		}
+	}
+	if sl.model == "" {
+		return out
+	}
+	m := cfg.ModelNamed(sl.model, c.traits.Tag)
+	if m == nil {
+		m = &config.Model{Name: sl.model, VRAM: max(sl.size, 0)}
+		if sl.size <= 0 {
+			m.VRAM = cfg.VRAM
+		}
+	}
+	return ModelConfig(out, cfg, m, c.traits)
+}
+
+// find is the slot that serves a request for a model of a consumer. A model that nobody has named is adopted, if the
+// consumer says how much memory such a model takes. nil: there is none. It holds mu.
+func (b *Broker) find(now time.Time, consumer, model string) *slot {
+	c := b.consumers[consumer]
+	if c == nil {
+		return nil
+	}
+	c = c.real()
+	if !c.cfg.HasModels() {
+		if len(c.slots) == 0 {
+			return nil
+		}
+		return c.slots[0]
+	}
+	if model == "" {
+		return nil
+	}
+	if sl := c.known(model); sl != nil {
+		return sl
+	}
+	if c.cfg.VRAM == 0 || len(model) > config.MaxModelName {
+		return nil
+	}
+	return b.adopt(now, c, lifecycle.Model{Name: model, Resident: -1})
+}
+
+// known is the slot of a model, by any of its names; nil: it has none.
+func (c *consumer) known(model string) *slot {
+	if m := c.cfg.ModelNamed(model, c.traits.Tag); m != nil {
+		model = m.Name
+	}
+	i := slices.IndexFunc(c.slots, func(sl *slot) bool { return lifecycle.Same(sl.model, model, c.traits.Tag) })
+	if i < 0 {
+		return nil
+	}
+	return c.slots[i]
+}
+
+// maxAdopted bounds the models of one consumer that nobody has named.
+const maxAdopted = 64
+
+// adopt makes a slot of a model that nobody has named; nil: there are too many. It holds mu.
+func (b *Broker) adopt(now time.Time, c *consumer, m lifecycle.Model) *slot {
+	adopted := 0
+	for _, sl := range c.slots {
+		if sl.adopted {
+			adopted++
+		}
+	}
+	if adopted >= maxAdopted {
+		return nil
+	}
+	sl := &slot{name: SlotName(c.name, m.Name), model: m.Name, consumer: c, adopted: true, size: max(0, m.Resident)}
+	if old := b.slots[sl.name]; old != nil { // it is leaving
+		old.adopted, old.size = true, sl.size
+		sl = old
+	}
+	b.slots[sl.name] = sl
+	c.slots = append(c.slots, sl)
+	b.configure(now)
+	select {
+	case c.probeNow <- struct{}{}: // whether it is loaded is known once the server has said so
+	default:
+	}
+	return sl
+}
+
+// disown drops the adopted slots that hold nothing, and that nobody asks for. It says whether there were any. It holds mu.
+func (b *Broker) disown(c *consumer, loaded []lifecycle.Model) (changed bool) {
+	c.slots = slices.DeleteFunc(c.slots, func(sl *slot) bool {
+		if !sl.adopted || slices.ContainsFunc(loaded, func(m lifecycle.Model) bool { return lifecycle.Same(m.Name, sl.model, c.traits.Tag) }) {
+			return false
+		}
+		v, known := b.state.Slot(sl.name)
+		over := !known || v.State == scheduler.Idle && v.GateOpen && v.Active+v.Held+v.Waiting == 0
+		changed = changed || over
+		return over
+	})
+	return changed
+}
+
+// learnOf takes in which models a server says that it holds: those that nobody has named get slots of their own. It holds mu.
+func (b *Broker) learnOf(now time.Time, c *consumer, loaded []lifecycle.Model) {
+	if !c.cfg.HasModels() || loaded == nil || c.next != nil {
+		return
+	}
+	changed := b.disown(c, loaded)
+	for _, m := range loaded {
+		sl := c.known(m.Name)
+		switch {
+		case sl == nil && len(m.Name) <= config.MaxModelName:
+			b.adopt(now, c, m)
+		case sl != nil && sl.adopted && m.Resident > sl.size:
+			sl.size, changed = m.Resident, true
+		}
+	}
+	if changed {
+		b.configure(now)
+	}
+}
+
+// Address is where the server of a consumer listens, and whether it runs as far as is known: one that the broker does not start is taken to.
+func (b *Broker) Address(consumer string) (upstream string, runs bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.consumers[consumer]
+	if c == nil {
+		return "", false
+	}
+	c = c.real()
+	if !c.traits.Starts {
+		return c.upstream, true
+	}
+	return c.upstream, c.runs()
+}
+
+// Track hands an answer that names a job to the driver of its consumer.
+func (b *Broker) Track(consumer string, answer []byte) {
+	b.mu.Lock()
+	c := b.consumers[consumer]
+	var d lifecycle.Driver
+	if c != nil {
+		d = c.real().driver
+	}
+	b.mu.Unlock()
+	if jobs, ok := d.(lifecycle.Jobs); ok {
+		jobs.Track(answer)
+	}
+}

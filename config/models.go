@@ -1,0 +1,130 @@
+package config
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"unicode"
+	"unicode/utf8"
+)
+
+// MaxModelName is the greatest length of a model's name, in bytes.
+const MaxModelName = 256
+
+// HasModels says whether the consumer's models are loaded and unloaded each by itself.
+func (c *Consumer) HasModels() bool { return len(c.Models) > 0 }
+
+// ModelNamed is the model that goes by this name, or by this alias; nil: there is none. tag is what a name without one means to the server.
+func (c *Consumer) ModelNamed(name, tag string) *Model {
+	for _, m := range c.Models {
+		if m.Name == name || tag != "" && (m.Name+":"+tag == name || m.Name == name+":"+tag) || slices.Contains(m.Alias, name) {
+			return m
+		}
+	}
+	return nil
+}
+
+// CheckModelName says what is wrong with the name by which a server knows a model.
+func CheckModelName(name string) error {
+	switch {
+	case name == "":
+		return fmt.Errorf("a model has no name: write model NAME, with the name by which the server knows it")
+	case len(name) > MaxModelName:
+		return fmt.Errorf("a model's name has %d bytes: at most %d are allowed", len(name), MaxModelName)
+	case !utf8.ValidString(name):
+		return fmt.Errorf("model %q: its name is no text", name)
+	}
+	for _, r := range name {
+		if unicode.IsSpace(r) || !unicode.IsPrint(r) {
+			return fmt.Errorf("model %q holds %q: blanks and characters that can't be seen are not allowed", name, r)
+		}
+	}
+	return nil
+}
+
+// checkModels checks the models of c.
+func (f *faults) checkModels(who string, c *Consumer, b *Broker) {
+	if c.HasModels() && c.Cloud {
+		f.add(who, "models have no meaning for a cloud consumer: leave them out, and give it their names as alias")
+	}
+	seen := map[string]bool{}
+	for i, m := range c.Models {
+		if m == nil {
+			f.add(who, "model number %d is null: leave it out", i+1)
+			continue
+		}
+		at := who + ": model " + strconv.Quote(m.Name)
+		if m.Source != "" {
+			at += " (" + m.Source + ")"
+		}
+		if err := CheckModelName(m.Name); err != nil {
+			f.add(at, "%w", err)
+		}
+		for _, name := range append([]string{m.Name}, m.Alias...) {
+			if seen[name] {
+				f.add(at, "the name %q is given twice: leave one of them out", name)
+			}
+			seen[name] = true
+		}
+		for _, alias := range m.Alias {
+			if err := CheckAlias(alias); err != nil {
+				f.add(at, "%w", err)
+			}
+		}
+		f.size(at, "vram", m.VRAM)
+		if m.VRAM == 0 && c.VRAM == 0 && b.Scheduler == Evicting {
+			f.add(at, "vram is missing: say how much GPU memory it takes, as in vram 6GiB, here or at its consumer")
+		}
+		f.duration(at, "keep_alive", &m.KeepAlive)
+		f.duration(at, "idle_timeout", m.IdleTimeout)
+		f.notNegative(at, "concurrency", m.Concurrency)
+	}
+	for _, from := range c.ModelFrom {
+		if err := from.Check(); err != nil {
+			f.add(who, "model_from: %w", err)
+		}
+	}
+}
+
+// checkShares checks what consumers that share a server say of each other.
+func (f *faults) checkShares(who string, c *Consumer, byName map[string]*Consumer, others []string) {
+	if c.Shares == "" {
+		return
+	}
+	partner := byName[c.Shares]
+	switch {
+	case c.Shares == c.Name:
+		f.add(who, "shares names the consumer itself: name the other that is in the same process")
+		return
+	case partner == nil:
+		f.word(who, "consumer in shares", c.Shares, others)
+		return
+	case partner.Shares != "":
+		f.add(who, "shares names %s, which itself shares %s: name that one", c.Shares, partner.Shares)
+	case partner.HasModels() || c.HasModels():
+		f.add(who, "shares is for consumers without models: what has models has one process already")
+	case partner.Cloud || c.Cloud:
+		f.add(who, "shares has no meaning for a cloud consumer, which holds no memory here: leave it out")
+	case partner.GPU != c.GPU:
+		f.add(who, "it is on GPU %d, and %s, with which it shares a process, on GPU %d", c.GPU, c.Shares, partner.GPU)
+	}
+	if c.Upstream == "" {
+		c.Upstream = partner.Upstream
+	}
+	for _, given := range []struct {
+		field string
+		is    bool
+	}{
+		{"lifecycle", !isBareLifecycle(c.LifecycleRaw)},
+		{"pin", c.Pin},
+		{"no_evict", c.NoEvict},
+		{"vram_managed", c.VRAMManaged},
+		{"residual", c.Residual != 0},
+		{"conflicts_with", len(c.ConflictsWith) > 0},
+		{"can_coexist_with", len(c.CanCoexistWith) > 0},
+	} {
+		if given.is {
+			f.add(who, "%s stands at %s, whose process it shares: leave it out here", given.field, c.Shares)
+		}
+	}
+}

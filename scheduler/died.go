@@ -1,0 +1,96 @@
+package scheduler
+
+import (
+	"fmt"
+	"time"
+)
+
+// stable is how long a server must have been loaded for its death not to count as one of a row.
+const stable = time.Minute
+
+// died takes in that a server has ended by itself. Its memory is free at once;
+// what ran there breaks off by itself, and nothing new enters before the last of it has ended.
+func (s *State) died(now time.Time, e Died) {
+	sl := s.named[e.Slot]
+	if sl == nil || s.cfg.Mode != Evicting || sl.state != Ready && sl.state != Unknown { // a load or an unload ends by its own word
+		return
+	}
+	if sl.active > 0 {
+		sl.dead = orElse(e.Detail, "it ended")
+		return
+	}
+	s.fall(now, sl, e.Detail)
+	s.pump(now)
+}
+
+// fall is the edge of a slot whose server has died. One that keeps dying cools down.
+func (s *State) fall(now time.Time, sl *slot, detail string) {
+	lived := now.Sub(sl.readyAt)
+	s.vanish(now, sl, "its server died: "+orElse(detail, "it ended"))
+	if sl.deaths++; lived >= stable {
+		sl.deaths = 1
+	}
+	sl.reviving = sl.cfg.Restart && (sl.cfg.MaxRestarts == 0 || sl.deaths <= sl.cfg.MaxRestarts)
+	if sl.deaths > 1 {
+		cool := backoff(sl.deaths - 1)
+		sl.coolUntil = now.Add(cool)
+		s.refuseAll(now, sl, &Refusal{Code: LoadFailed, RetryAfter: cool, Message: fmt.Sprintf(
+			"the server of consumer %q has died %d times in a row, the last time after %s: %s; it is started again in %s at the earliest", sl.cfg.Name, sl.deaths, lived.Round(time.Millisecond), detail, cool)})
+		return
+	}
+	if sl.reviving && s.mayRevive(sl) && s.mayMove(sl) { // at once, so that nobody takes its memory
+		sl.reviving = false
+		s.load(now, sl)
+		sl.emptyAt = now
+	}
+}
+
+func (s *State) mayRevive(sl *slot) bool {
+	return s.sampled && sl.state == Idle && !sl.gone && !sl.lent && !sl.cfg.Stale && !sl.gate.closed && sl.cfg.CanLoad && s.refusesNew(sl, sl.cfg.Name) == nil
+}
+
+// revive loads those again whose servers have died, as soon as they have cooled down and fit.
+func (s *State) revive(now time.Time) {
+	for _, sl := range s.slots {
+		if !sl.reviving {
+			continue
+		}
+		if sl.state != Idle || sl.gone {
+			sl.reviving = false
+			continue
+		}
+		if s.due(now, sl.coolUntil) && s.mayRevive(sl) && s.holdUp(now, sl) == "" && s.fits(sl) {
+			sl.reviving = false
+			s.load(now, sl)
+			sl.emptyAt = now
+		}
+	}
+}
+
+// mute is a probe without a good answer of a server that the driver starts. It
+// is no reason to refuse: one that lives and does not answer is stopped, and the next request starts it.
+func (s *State) mute(now time.Time, sl *slot, e Probed) {
+	if s.cfg.Mode != Evicting || sl.state != Ready || sl.busy() || sl.gate.closed || e.Sent.Before(sl.idleAt) {
+		return
+	}
+	if sl.timeouts++; e.Outcome == ProbeTimedOut && sl.timeouts < healthTimeouts {
+		return
+	}
+	sl.timeouts = 0
+	s.decide(Decision{At: now, Kind: "unhealthy", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: orElse(e.Detail, "it does not answer") + ": it is stopped"})
+	sl.gate = gate{closed: true, since: now, clear: true}
+	s.pump(now)
+}
+
+// renew unloads a slot whose driver is to be replaced, and says when that can be done.
+func (s *State) renew(now time.Time, sl *slot) {
+	switch {
+	case sl.state == Idle && !sl.stop.flush && !sl.busy():
+		if !sl.renewing {
+			sl.renewing = true
+			s.emit(Effect{Kind: Renew, Slot: sl.cfg.Name})
+		}
+	case (sl.state == Ready || sl.state == Unknown) && !sl.gate.closed && s.due(now, sl.retryAt):
+		sl.gate = gate{closed: true, since: now}
+	}
+}
