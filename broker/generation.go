@@ -260,8 +260,12 @@ func (b *Broker) dropNext(c *consumer) {
 	}
 }
 
-// close closes a driver, which may have a server to stop, beside everything else. It holds mu.
+// close closes a driver; one that may have a server to stop, beside everything else. It holds mu.
 func (b *Broker) close(d lifecycle.Driver) {
+	if _, takesTime := d.(lifecycle.Supervisor); !takesTime {
+		_ = d.Close()
+		return
+	}
 	b.tasks.Go(func() { _ = d.Close() })
 }
 

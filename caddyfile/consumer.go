@@ -93,12 +93,53 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 		"bypass":     patterns(&c.Bypass),
 		"touch":      patterns(&c.Touch),
 
+		"async_routes": patterns(&c.AsyncRoutes),
+		"start_on":     patterns(&c.StartOn),
+		"model":        readModel(c),
+		"model_from":   modelFrom(&c.ModelFrom),
+		"shares": single(s, &c.Shares, "CONSUMER", func(name string) (string, error) {
+			return name, config.CheckName(name)
+		}),
+
 		"lifecycle": l.read,
+		"process":   l.started,
+		"systemd":   l.started,
+		"docker":    l.started,
 	}
 	for name, read := range l.httpWords() {
 		words[name] = read
 	}
 	return words
+}
+
+// readModel reads `model NAME { ... }` and adds it to c.
+func readModel(c *config.Consumer) word {
+	return func(d *caddyfile.Dispenser) error {
+		m := &config.Model{Source: fmt.Sprintf("%s:%d", d.File(), d.Line())}
+		if !d.AllArgs(&m.Name) {
+			return wants(d, "model NAME { ... }")
+		}
+		var faults []error
+		if err := config.CheckModelName(m.Name); err != nil {
+			faults = append(faults, d.WrapErr(err))
+		}
+		for _, other := range c.Models {
+			if other.Name == m.Name {
+				faults = append(faults, d.Errf("model %q is defined twice, first at %s: leave one of them out", m.Name, other.Source))
+			}
+		}
+		c.Models = append(c.Models, m)
+		s := newSaid(nil)
+		faults = append(faults, readBlock(d, "model", map[string]word{
+			"alias":        checkedList(&m.Alias, "NAME ...", config.CheckAlias),
+			"vram":         single(s, &m.VRAM, "6GiB", someSize),
+			"pin":          flag(s, &m.Pin),
+			"keep_alive":   single(s, &m.KeepAlive, "5m", duration),
+			"idle_timeout": optional(s, &m.IdleTimeout, "15m", duration),
+			"concurrency":  single(s, &m.Concurrency, "1", number(1)),
+		}))
+		return errors.Join(faults...)
+	}
 }
 
 // lifecycle gathers how a consumer is probed, loaded and unloaded: the words
@@ -109,18 +150,22 @@ type lifecycle struct {
 	httpAt  string         // where the first of its words stands
 	other   json.RawMessage
 	otherAt string
-	mixed   error
 }
 
 // json is the lifecycle's JSON, nil if the consumer's block says nothing of it.
 func (l *lifecycle) json() (json.RawMessage, error) {
-	if l.httpAt != "" && l.other != nil {
-		return nil, l.mixed
+	routes := func() json.RawMessage {
+		return caddyconfig.JSONModuleObject(l.http, "protocol", config.DefaultProtocol, nil)
 	}
-	if l.other != nil || l.httpAt == "" {
+	switch {
+	case l.other == nil && l.httpAt == "":
+		return nil, nil
+	case l.other == nil:
+		return routes(), nil
+	case l.httpAt == "":
 		return l.other, nil
 	}
-	return caddyconfig.JSONModuleObject(l.http, "protocol", config.DefaultProtocol, nil), nil
+	return config.WithServer(l.other, routes()) // what starts a server speaks to it by these
 }
 
 // read reads `lifecycle PROTOCOL { ... }`.
@@ -145,7 +190,20 @@ func (l *lifecycle) read(d *caddyfile.Dispenser) error {
 		return err
 	}
 	l.other, l.otherAt = raw, at
-	l.noteMixed(d)
+	return nil
+}
+
+// started reads `PROTOCOL ...`, short for `lifecycle PROTOCOL ...`, of one that starts the server.
+func (l *lifecycle) started(d *caddyfile.Dispenser) error {
+	at := fmt.Sprintf("%s:%d", d.File(), d.Line())
+	if l.otherAt != "" {
+		return d.Errf("%s: how the server is started is said already, at %s: leave one of them out", d.Val(), l.otherAt)
+	}
+	raw, err := guest(d, "lifecycle", config.LifecycleNamespace, "protocol", config.DefaultProtocol)
+	if err != nil {
+		return err
+	}
+	l.other, l.otherAt = raw, at
 	return nil
 }
 
@@ -160,6 +218,30 @@ func (l *lifecycle) httpWords() map[string]word {
 			}
 			return readHeader(d, header)
 		},
+	}
+	s := newSaid(nil)
+	tag, remember := "", false
+	words["model_tag"] = func(d *caddyfile.Dispenser) error {
+		l.noteHTTP(d)
+		err := single(s, &tag, "latest", anyText)(d)
+		l.http["model_tag"] = tag
+		return err
+	}
+	words["remember"] = func(d *caddyfile.Dispenser) error {
+		l.noteHTTP(d)
+		err := flag(s, &remember)(d)
+		l.http["remember"] = remember
+		return err
+	}
+	words["jobs"] = func(d *caddyfile.Dispenser) error {
+		l.noteHTTP(d)
+		twice := d.Errf("jobs is set twice: leave one of them out")
+		jobs, err := readJobs(d)
+		if _, ok := l.http["jobs"]; ok && err == nil {
+			return twice
+		}
+		l.http["jobs"] = jobs
+		return err
 	}
 	for _, name := range []string{"health", "residency", "load", "unload", "busy"} {
 		words[name] = func(d *caddyfile.Dispenser) error {
@@ -183,12 +265,5 @@ func (l *lifecycle) httpWords() map[string]word {
 func (l *lifecycle) noteHTTP(d *caddyfile.Dispenser) {
 	if l.httpAt == "" {
 		l.httpAt = fmt.Sprintf("%s:%d", d.File(), d.Line())
-		l.noteMixed(d)
-	}
-}
-
-func (l *lifecycle) noteMixed(d *caddyfile.Dispenser) {
-	if l.httpAt != "" && l.otherAt != "" {
-		l.mixed = d.Errf("lifecycle at %s is of another protocol than http, whose words begin at %s: leave one of them out", l.otherAt, l.httpAt)
 	}
 }

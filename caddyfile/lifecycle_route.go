@@ -20,11 +20,17 @@ type lifecycleRoute struct {
 	Header        http.Header    `json:"header,omitempty"`
 	Body          string         `json:"body,omitempty"`
 	Accept        []int          `json:"accept,omitempty"`
+	Success       string         `json:"success,omitempty"`
+	UnloadedOn    []int          `json:"unloaded_on,omitempty"`
 	Timeout       caddy.Duration `json:"timeout,omitempty"`
 	Loaded        string         `json:"loaded,omitempty"`
 	ResidentMiB   string         `json:"resident_mib,omitempty"`
 	ResidentBytes string         `json:"resident_bytes,omitempty"`
+	Names         string         `json:"names,omitempty"`
+	SizesBytes    string         `json:"sizes_bytes,omitempty"`
+	SizesMiB      string         `json:"sizes_mib,omitempty"`
 	Busy          string         `json:"busy,omitempty"`
+	BusyMetrics   []string       `json:"busy_metrics,omitempty"`
 	ForEach       *forEach       `json:"for_each,omitempty"`
 }
 
@@ -58,7 +64,13 @@ func readRoute(d *caddyfile.Dispenser) (*lifecycleRoute, error) {
 			return readHeader(d, r.Header)
 		},
 		"body":           r.readBody,
-		"accept":         r.readAccept,
+		"accept":         statuses(&r.Accept),
+		"unloaded_on":    statuses(&r.UnloadedOn),
+		"success":        single(s, &r.Success, "$.success", jsonPath),
+		"names":          single(s, &r.Names, "$.models[*].name", jsonPath),
+		"sizes_bytes":    single(s, &r.SizesBytes, "$.models[*].size", jsonPath),
+		"sizes_mib":      single(s, &r.SizesMiB, "$.models[*].mib", jsonPath),
+		"busy_metrics":   list(&r.BusyMetrics, "NAME ..."),
 		"timeout":        single(s, &r.Timeout, "5s", someDuration),
 		"loaded":         single(s, &r.Loaded, "$.loaded", jsonPath),
 		"resident_mib":   single(s, &r.ResidentMiB, "$.gpu_resident_mib", jsonPath),
@@ -81,19 +93,53 @@ func (r *lifecycleRoute) readBody(d *caddyfile.Dispenser) error {
 	return nil
 }
 
-func (r *lifecycleRoute) readAccept(d *caddyfile.Dispenser) error {
-	args := d.RemainingArgs()
-	if len(args) == 0 {
-		return wants(d, "accept STATUS ..., as in accept 200 204")
-	}
-	for _, arg := range args {
-		status, err := strconv.Atoi(arg)
-		if err != nil || status < 200 || status > 599 {
-			return d.Errf("accept: %q is not a status of HTTP, a number from 200 to 599", arg)
+// statuses is a word with one or more statuses of HTTP.
+func statuses(field *[]int) word {
+	return func(d *caddyfile.Dispenser) error {
+		name := d.Val()
+		args := d.RemainingArgs()
+		if len(args) == 0 {
+			return wants(d, name+" STATUS ..., as in "+name+" 200 204")
 		}
-		r.Accept = append(r.Accept, status)
+		for _, arg := range args {
+			status, err := strconv.Atoi(arg)
+			if err != nil || status < 200 || status > 599 {
+				return d.Errf("%s: %q is not a status of HTTP, a number from 200 to 599", name, arg)
+			}
+			*field = append(*field, status)
+		}
+		return nil
 	}
-	return nil
+}
+
+// jobRoute follows jobs that answers name.
+type jobRoute struct {
+	Path   string      `json:"path,omitempty"`
+	ID     string      `json:"id,omitempty"`
+	Done   string      `json:"done,omitempty"`
+	Header http.Header `json:"header,omitempty"`
+}
+
+// readJobs reads `jobs /path/{item} { id $.id; done $.done }`, or `jobs off`.
+func readJobs(d *caddyfile.Dispenser) (*jobRoute, error) {
+	args := d.RemainingArgs()
+	if slices.Equal(args, []string{config.Off}) {
+		return nil, nil
+	}
+	if len(args) != 1 || !strings.HasPrefix(args[0], "/") {
+		return nil, wants(d, "jobs /path/{item} { ... }, or jobs off")
+	}
+	j, s := &jobRoute{Path: args[0]}, newSaid(nil)
+	return j, readBlock(d, "jobs", map[string]word{
+		"id":   single(s, &j.ID, "$.id", jsonPath),
+		"done": single(s, &j.Done, "`$.status == \"done\"`", jsonPath),
+		"header": func(d *caddyfile.Dispenser) error {
+			if j.Header == nil {
+				j.Header = http.Header{}
+			}
+			return readHeader(d, j.Header)
+		},
+	})
 }
 
 // readForEach reads `for_each [METHOD] /path $.values`.

@@ -90,8 +90,8 @@ func TestEveryFieldOfTheConfigHasItsWord(t *testing.T) {
 				continue
 			case "consumer": // stands after the directive
 				continue
-			case "consumers":
-				name = "consumer"
+			case "consumers", "models":
+				name = strings.TrimSuffix(name, "s")
 			}
 			if _, ok := tc.words[name]; !ok {
 				t.Errorf("%s has the field %s, but no such word", typ.Name(), name)

@@ -92,11 +92,11 @@ func TestARouteNamesOnlyConsumersThatThereAre(t *testing.T) {
 	linesOf(t, (&Route{}).CheckNames(names), "name the consumer that serves these requests: gpu_broker NAME; there are ollama, comfyui; or say where requests name a model: model_from")
 	linesOf(t, (&Route{Consumer: "olama", Fallback: []string{"comfyui", "comfy"}}).CheckNames(names),
 		`unknown consumer "olama": did you mean ollama? allowed: comfyui, ollama`, `unknown consumer in fallback "comfy": did you mean comfyui?`)
-	linesOf(t, (&Route{ModelFrom: []ModelFrom{{Source: FromBody}}, Default: "olama"}).CheckNames(names), `unknown consumer in default "olama": did you mean ollama?`)
+	linesOf(t, (&Route{ModelFrom: []ModelFrom{{Source: config.FromBody}}, Default: "olama"}).CheckNames(names), `unknown consumer in default "olama": did you mean ollama?`)
 	for _, good := range []Route{
 		{Consumer: "ollama", Fallback: names[1:]},
-		{ModelFrom: []ModelFrom{{Source: FromBody}}},
-		{ModelFrom: []ModelFrom{{Source: FromBody}}, Default: "ollama", Fallback: names},
+		{ModelFrom: []ModelFrom{{Source: config.FromBody}}},
+		{ModelFrom: []ModelFrom{{Source: config.FromBody}}, Default: "ollama", Fallback: names},
 	} {
 		if err := good.CheckNames(names); err != nil {
 			t.Errorf("%+v: %v", good, err)

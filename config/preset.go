@@ -56,8 +56,14 @@ func merge(under, over json.RawMessage) (json.RawMessage, error) {
 	if err := json.Unmarshal(over, &o); err != nil {
 		return nil, err
 	}
-	if text(u["protocol"], DefaultProtocol) != text(o["protocol"], DefaultProtocol) ||
-		text(u["path"], "") != text(o["path"], text(u["path"], "")) {
+	switch below, above := text(u["protocol"], DefaultProtocol), text(o["protocol"], DefaultProtocol); {
+	case below == above:
+	case below == DefaultProtocol: // what starts a server speaks to it as the preset does
+		return withServer(u, o)
+	default:
+		return over, nil
+	}
+	if text(u["path"], "") != text(o["path"], text(u["path"], "")) {
 		return over, nil
 	}
 	for _, key := range sortedKeys(o) {
@@ -72,6 +78,30 @@ func merge(under, over json.RawMessage) (json.RawMessage, error) {
 		u[key] = merged
 	}
 	return json.Marshal(u)
+}
+
+// WithServer lays the routes of a lifecycle of the protocol http under one of another protocol, which starts the server.
+func WithServer(lifecycle, routes json.RawMessage) (json.RawMessage, error) {
+	var r, o map[string]json.RawMessage
+	if err := errors.Join(json.Unmarshal(routes, &r), json.Unmarshal(lifecycle, &o)); err != nil {
+		return nil, err
+	}
+	return withServer(r, o)
+}
+
+// withServer lays the routes of the protocol http under the key server of a lifecycle of another protocol.
+func withServer(routes, other map[string]json.RawMessage) (json.RawMessage, error) {
+	server, err := json.Marshal(routes)
+	if err != nil {
+		return nil, err
+	}
+	if own, given := other["server"]; given {
+		if server, err = merge(server, own); err != nil {
+			return nil, fmt.Errorf("server: %w", err)
+		}
+	}
+	other["server"] = server
+	return json.Marshal(other)
 }
 
 // withProtocol is a lifecycle's JSON with the default protocol, if it names none.

@@ -214,10 +214,11 @@ func TestAPresetIsLaidUnderWhatTheUserWrote(t *testing.T) {
 			    "load":{"path":"/load"}}}`,
 		},
 		{
-			"another protocol replaces the lifecycle",
+			"another protocol has the preset's routes for its server",
 			`{"name":"a","preset":"comfyui","vram":1,"lifecycle":{"protocol":"test_protocol","x":1}}`,
 			`{"name":"a","preset":"comfyui","vram":1,"concurrency":3,"pin":true,"keep_alive":60000000000,"residual":"512MiB","async":true,
-			  "gpu_routes":["POST /prompt"],"touch":["/queue"],"lifecycle":{"protocol":"test_protocol","x":1}}`,
+			  "gpu_routes":["POST /prompt"],"touch":["/queue"],"lifecycle":{"protocol":"test_protocol","x":1,"server":{"protocol":"http","header":{"Accept":["application/json"]},
+			  "health":{"path":"/system_stats","accept":[200]},"unload":{"method":"POST","path":"/free","body":"{}","timeout":"5s"},"busy":{"path":"/prompt","busy":"$.exec_info.queue_remaining"}}}}`,
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
