@@ -39,6 +39,7 @@ var active atomic.Pointer[pooled]
 // `POST /gpu_broker/consumers/<name>/drain`, `POST /gpu_broker/drain` | takes no more requests for it, or for all, and waits until none runs
 // `POST /gpu_broker/consumers/<name>/resume`, `POST /gpu_broker/resume` | takes requests again
 //
+// A name is a consumer's, and stands for all its models, or `CONSUMER/MODEL`.
 // What is done with consumers is answered when it is done, at most after `?wait=` (default 5m), and then with 202.
 type Admin struct{}
 
@@ -80,8 +81,10 @@ func (Admin) serve(w http.ResponseWriter, r *http.Request) error {
 		return methodNotAllowed(w, strings.Join(slices.Sorted(maps.Keys(methods)), ", "))
 	}
 	name, what := "", rest
-	if parts := strings.Split(rest, "/"); len(parts) == 3 && parts[0] == "consumers" && parts[1] != "" {
-		name, what = parts[1], parts[2]
+	if of, is := strings.CutPrefix(rest, "consumers/"); is {
+		if at := strings.LastIndexByte(of, '/'); at > 0 { // the name of a model may have slashes, too
+			name, what = of[:at], of[at+1:]
+		}
 	}
 	if act, ok := actions[what]; ok && (name != "" || act.all) {
 		if r.Method != http.MethodPost {

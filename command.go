@@ -260,7 +260,7 @@ func (a *App) traits(ctx context.Context) (map[string]lifecycle.Traits, error) {
 	out := map[string]lifecycle.Traits{}
 	var faults []error
 	for _, c := range a.Consumers {
-		if c.Cloud {
+		if c.Cloud || c.Shares != "" {
 			continue
 		}
 		mod, err := cctx.LoadModule(c, "LifecycleRaw")

@@ -21,6 +21,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
 	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/routing"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
@@ -47,8 +48,8 @@ type Handler struct {
 
 	pool         *pooled
 	app          *App
-	fixed        *target            // serves all requests; nil: byModel
-	byModel      *byModel           // finds the consumer of each request
+	fixed        *target            // serves all requests; nil: byModel tells which
+	byModel      *byModel           // finds the consumer, or the model, of each request; nil: there is nothing to be found
 	targets      map[string]*target // every consumer
 	plan         *routing.Plan      // what to look for in bodies; nil: nothing
 	priorityText string             // with placeholders; empty: it is the target's
@@ -104,13 +105,17 @@ func (h *Handler) provisionTargets() (err error) {
 		h.priorityText = string(h.Priority)
 	}
 	var fields []string
-	if h.fixed = h.targets[h.Consumer]; h.fixed == nil {
-		if h.byModel, err = h.newByModel(); err != nil {
+	h.fixed = h.targets[h.Consumer]
+	if only := h.app.consumer(h.Consumer); only == nil || only.HasModels() {
+		if h.byModel, err = h.newByModel(only); err != nil {
 			return err
 		}
 		fields = h.byModel.sources.Fields()
+		if h.StreamBody && len(fields) > 0 {
+			return fmt.Errorf("stream_body, but the requests of consumer %q name their model in the body: leave stream_body out, or say model_from header or path at the consumer", h.Consumer)
+		}
 	}
-	if h.ReadsBody() {
+	if h.ReadsBody() || len(fields) > 0 {
 		h.plan, err = routing.NewPlan(fields, h.Metadata, h.TrustBody)
 	}
 	return err
@@ -133,16 +138,22 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 		return h.serveByModel(w, r, next, repl)
 	}
 	repl.Map(t.placeholders)
-	switch t.needs(r) {
-	case needsTouch:
-		h.pool.broker.Touch(t.name)
-		return next.ServeHTTP(w, r)
-	case needsNothing:
+	need := t.needs(r)
+	switch {
+	case need == needsGPU && h.byModel != nil:
+		return h.serveByModel(w, r, next, repl)
+	case need != needsGPU && !h.stopped(t, repl):
+		if need == needsTouch {
+			h.pool.broker.Touch(t.name)
+		}
 		return next.ServeHTTP(w, r)
 	}
 	j := jobs.Get().(*job)
 	defer j.done()
 	j.handler, j.repl, j.target = h, repl, t
+	if need != needsGPU && !t.startOn.Match(r.Method, r.URL.Path) {
+		return j.fail(w, r, notRunning(t.name))
+	}
 	return j.serve(w, r, next)
 }
 
@@ -152,6 +163,7 @@ type job struct {
 	handler   *Handler
 	repl      *caddy.Replacer
 	target    *target // of the consumer that serves it
+	model     string  // … and which of its models, if it has several
 	submitted time.Time
 	body      *routing.Body
 	facts     *routing.Facts // what the body says; nil: it was not looked into
@@ -159,6 +171,8 @@ type job struct {
 	lease     broker.Lease
 	leased    bool
 	entry     *logEntry // of the request log; nil: it has none, or it was made
+	said      []byte    // the beginning of the answer of one whose work outlives it
+	later     bool      // its work may outlive its answer
 	heart     *heart    // it waits, or has waited, with heartbeats; then this is the response writer
 
 	// Of the list of those that run.
@@ -211,6 +225,9 @@ func (j *job) Write(p []byte) (int, error) {
 	if j.isCut.Load() {
 		return 0, errCut
 	}
+	if j.later {
+		j.said = append(j.said, p[:min(len(p), lifecycle.MaxAnswer-len(j.said))]...)
+	}
 	return j.ResponseWriter.Write(p)
 }
 
@@ -221,6 +238,9 @@ func (j *job) ReadFrom(r io.Reader) (int64, error) {
 	}
 	if j.isCut.Load() {
 		return 0, errCut
+	}
+	if j.later {
+		return io.Copy(struct{ io.Writer }{j}, r) // Write looks at it
 	}
 	return j.ResponseWriterWrapper.ReadFrom(r)
 }
@@ -370,6 +390,8 @@ func timing(queued, loading time.Duration) string {
 // run calls next, and gives the place back whatever becomes of it.
 func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 	j.status, j.detached, j.abort = 0, nil, nil // it may be the second try
+	j.later = j.lease.Async && (len(j.target.later) == 0 || j.target.later.Match(r.Method, r.URL.Path))
+	j.said = j.said[:0]
 	inner, completed := r, false
 	switch {
 	case j.lease.Loads:
@@ -399,6 +421,9 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 		}
 		outcome := j.outcome(r, err, completed, ranOut(inner))
 		j.hasRun(outcome)
+		if outcome == scheduler.Accepted && len(j.said) > 0 {
+			j.handler.pool.broker.Track(j.lease.Consumer, j.said)
+		}
 		ended := j.lease.Release(outcome)
 		j.leased = false
 		j.target.ran.Observe(ended.Sub(j.lease.Began).Seconds())
@@ -439,7 +464,7 @@ func (j *job) outcome(r *http.Request, err error, completed, ranOut bool) schedu
 		return scheduler.NoAnswer
 	case err != nil && !left && j.status == 0:
 		return scheduler.ServerDied
-	case j.lease.Async && (j.status < 400 || j.status == statusClientLeft):
+	case j.later && (j.status < 400 || j.status == statusClientLeft):
 		return scheduler.Accepted // it may have taken the work, though the client did not wait to hear so
 	case j.status == 0 || j.status == statusClientLeft:
 		return scheduler.NoAnswer

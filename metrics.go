@@ -110,8 +110,12 @@ func collect(s broker.Status, held int64, ch chan<- prometheus.Metric) {
 		gauge(waitingJobs, float64(c.Waiting), name)
 		gauge(loaded, truth(c.Loaded), name)
 		gauge(healthy, truth(c.Health == "healthy"), name)
+		booked := map[int]int64{}
 		for _, slot := range c.Slots {
-			gauge(slotMemory, float64(slot.Booking), name, strconv.Itoa(slot.GPUIndex))
+			booked[slot.GPUIndex] += slot.Booking
+		}
+		for index, bytes := range booked {
+			gauge(slotMemory, float64(bytes), name, strconv.Itoa(index))
 		}
 	}
 }
@@ -138,24 +142,25 @@ type observer struct {
 
 // Count implements broker.Observer.
 func (observer) Count(d scheduler.Decision) {
+	consumer := broker.ConsumerOf(d.Slot) // models would be labels without a bound
 	switch d.Kind {
 	case "load":
-		metrics.loads.WithLabelValues(d.Slot).Inc()
+		metrics.loads.WithLabelValues(consumer).Inc()
 	case "loaded":
-		metrics.load.WithLabelValues(d.Slot).Observe(d.Took)
+		metrics.load.WithLabelValues(consumer).Observe(d.Took)
 	case "load_failed":
-		metrics.loadFailures.WithLabelValues(d.Slot).Inc()
+		metrics.loadFailures.WithLabelValues(consumer).Inc()
 	case "evicted":
-		metrics.unloads.WithLabelValues(d.Slot, "evict").Inc()
-		metrics.unload.WithLabelValues(d.Slot).Observe(d.Took)
+		metrics.unloads.WithLabelValues(consumer, "evict").Inc()
+		metrics.unload.WithLabelValues(consumer).Observe(d.Took)
 	case "unloaded":
-		metrics.unloads.WithLabelValues(d.Slot, "manual").Inc()
-		metrics.unload.WithLabelValues(d.Slot).Observe(d.Took)
+		metrics.unloads.WithLabelValues(consumer, "manual").Inc()
+		metrics.unload.WithLabelValues(consumer).Observe(d.Took)
 	case "idle_unloaded":
-		metrics.unloads.WithLabelValues(d.Slot, "idle").Inc()
-		metrics.unload.WithLabelValues(d.Slot).Observe(d.Took)
+		metrics.unloads.WithLabelValues(consumer, "idle").Inc()
+		metrics.unload.WithLabelValues(consumer).Observe(d.Took)
 	case "unload_failed":
-		metrics.unloadFailures.WithLabelValues(d.Slot).Inc()
+		metrics.unloadFailures.WithLabelValues(consumer).Inc()
 	}
 }
 
@@ -173,5 +178,5 @@ func (o observer) Decided(d scheduler.Decision) {
 	if name == "" {
 		return
 	}
-	o.events.Emit(o.ctx, name, map[string]any{"consumer": d.Slot, "for": d.Target, "gpu": d.GPU, "reason": d.Reason, "seconds": d.Took})
+	o.events.Emit(o.ctx, name, map[string]any{"consumer": broker.ConsumerOf(d.Slot), "slot": d.Slot, "for": d.Target, "gpu": d.GPU, "reason": d.Reason, "seconds": d.Took})
 }

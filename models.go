@@ -12,6 +12,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/routing"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
@@ -21,6 +22,7 @@ type byModel struct {
 	sources *routing.Sources
 	names   *routing.Names
 	lists   *routing.Lists
+	only    *config.Consumer     // whose models they are; nil: all consumers'
 	none    *target              // of requests that name no model; nil: they are refused
 	bypass  config.RoutePatterns // of the route: they need no GPU, whoever would serve them
 }
@@ -28,25 +30,29 @@ type byModel struct {
 // began stands for the time since when models are there: nothing better is known, and it must not change with a reload.
 var began = time.Now()
 
-// newByModel makes it for a route, whose targets are there.
-func (h *Handler) newByModel() (*byModel, error) {
-	m := &byModel{}
+// newByModel makes it for a route, whose targets are there: for all consumers, or for one that has several models.
+func (h *Handler) newByModel(only *config.Consumer) (*byModel, error) {
+	m := &byModel{only: only}
+	from, consumers := h.ModelFrom, h.app.Consumers
+	if only != nil {
+		consumers = []*config.Consumer{only}
+		if from = only.ModelFrom; len(from) == 0 {
+			from = []config.ModelFrom{{Source: config.FromBody}}
+		}
+	}
 	var places []routing.Source
-	for _, from := range h.ModelFrom {
-		places = append(places, routing.Source{Kind: from.Source, Name: from.Name})
+	for _, f := range from {
+		places = append(places, routing.Source{Kind: f.Source, Name: f.Name})
 	}
 	var named []routing.Named
 	var listed []routing.Listed
-	for _, c := range h.app.Consumers {
-		named = append(named, routing.Named{Consumer: c.Name, Aliases: c.Alias, Hidden: !c.IsEnabled()})
-		if c.IsEnabled() {
-			for _, name := range append([]string{c.Name}, c.Alias...) {
-				listed = append(listed, routing.Listed{Name: name, Size: int64(c.VRAM), Since: began})
-			}
-		}
+	for _, c := range consumers {
+		all, shown := names(c)
+		named = append(named, all...)
+		listed = append(listed, shown...)
 	}
 	m.lists = routing.NewLists(listed)
-	var faults [4]error
+	var faults [5]error
 	m.sources, faults[0] = routing.NewSources(places)
 	m.names, faults[1] = routing.NewNames(named)
 	var touch config.RoutePatterns
@@ -55,8 +61,35 @@ func (h *Handler) newByModel() (*byModel, error) {
 	m.bypass = append(m.bypass, touch...)
 	if h.Default != "" {
 		m.none = h.targets[h.Default]
+		if c := h.app.consumer(h.Default); c != nil && c.HasModels() {
+			faults[4] = fmt.Errorf("default names consumer %q, which has several models: name one without, or leave default out", h.Default)
+		}
 	}
 	return m, errors.Join(faults[:]...)
+}
+
+// names is what requests may call a consumer or its models, and what of that lists show.
+func names(c *config.Consumer) (all []routing.Named, shown []routing.Listed) {
+	list := func(n routing.Named, size gpu.Bytes, names ...string) {
+		all = append(all, n)
+		for _, name := range append(names, n.Aliases...) {
+			if c.IsEnabled() {
+				shown = append(shown, routing.Listed{Name: name, Size: int64(size), Since: began})
+			}
+		}
+	}
+	if !c.HasModels() {
+		list(routing.Named{Consumer: c.Name, Aliases: c.Alias, Hidden: !c.IsEnabled()}, c.VRAM, c.Name)
+		return all, shown
+	}
+	for _, model := range c.Models {
+		size := model.VRAM
+		if size == 0 {
+			size = c.VRAM
+		}
+		list(routing.Named{Consumer: c.Name, Model: model.Name, Aliases: model.Alias, Hidden: !c.IsEnabled()}, size, model.Name)
+	}
+	return all, shown
 }
 
 // serveByModel serves a request that names its model.
@@ -64,9 +97,15 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 	j := jobs.Get().(*job)
 	defer j.done()
 	j.handler, j.repl, j.target = h, repl, nobody
+	if h.fixed != nil {
+		j.target = h.fixed
+	}
 	j.ResponseWriter = w
 	t, err := j.resolve(r)
 	if t == nil && err == nil {
+		if h.byModel.only != nil { // its server knows better what it has
+			return next.ServeHTTP(w, r)
+		}
 		body, name := h.byModel.lists.Answer(r)
 		if body != nil {
 			return answerJSON(w, body)
@@ -74,22 +113,26 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 		err = h.byModel.unknown(name)
 	}
 	if err != nil {
-		repl.Map(nobody.placeholders)
+		repl.Map(j.target.placeholders)
 		return j.fail(w, r, err)
 	}
 	repl.Map(t.placeholders)
 	j.target = t
-	switch t.needs(r) {
-	case needsTouch:
-		h.pool.broker.Touch(t.name)
-		return next.ServeHTTP(w, r)
-	case needsNothing:
-		return next.ServeHTTP(w, r)
+	if need := t.needs(r); need != needsGPU {
+		switch {
+		case !h.stopped(t, repl):
+			if need == needsTouch {
+				h.pool.broker.Touch(t.name)
+			}
+			return next.ServeHTTP(w, r)
+		case !t.startOn.Match(r.Method, r.URL.Path):
+			return j.fail(w, r, notRunning(t.name))
+		}
 	}
 	return j.serve(w, r, next)
 }
 
-// resolve finds the consumer of a request. Neither that nor an error: it asks for a list of models.
+// resolve finds the consumer of a request, and which of its models. Neither that nor an error: it asks for a list of models.
 func (j *job) resolve(r *http.Request) (*target, error) {
 	h, m := j.handler, j.handler.byModel
 	cheap := r.Method == http.MethodOptions || r.Method == http.MethodHead
@@ -107,15 +150,14 @@ func (j *job) resolve(r *http.Request) (*target, error) {
 	case err != nil:
 		return nil, badRequest(err)
 	case name != "":
-		consumer, ok := m.names.Lookup(name)
-		if !ok {
-			return nil, m.unknown(name)
-		}
-		return h.targets[consumer], nil
+		return j.named(name)
 	case routing.IsList(r):
 		return nil, nil
 	case m.none != nil:
 		return m.none, nil
+	case m.only != nil && len(m.only.Models) == 1:
+		j.model = m.only.Models[0].Name
+		return h.fixed, nil
 	case cheap || m.bypass.Match(r.Method, r.URL.Path):
 		return nil, &failure{status: http.StatusNotFound, code: string(scheduler.UnknownConsumer),
 			message: "this request names no model, so no server is known that could answer it: name it in " + m.sources.String()}
@@ -127,9 +169,33 @@ func (j *job) resolve(r *http.Request) (*target, error) {
 	return nil, &failure{status: http.StatusBadRequest, code: "bad_request", message: message}
 }
 
+// named finds who is meant by a name: what the configuration names, then what servers hold that it does not.
+func (j *job) named(name string) (*target, error) {
+	h, m := j.handler, j.handler.byModel
+	if who, ok := m.names.Lookup(name); ok {
+		j.model = who.Model
+		return h.targets[who.Consumer], nil
+	}
+	consumer := ""
+	if m.only != nil {
+		consumer = m.only.Name
+	}
+	if m.only != nil && m.only.VRAM > 0 {
+		j.model = strings.Clone(name)
+		return h.fixed, nil
+	}
+	if consumer, j.model = h.pool.broker.Holder(consumer, name); consumer != "" && h.targets[consumer] != nil {
+		return h.targets[consumer], nil
+	}
+	return nil, m.unknown(name)
+}
+
 // unknown is the error for a name that no consumer has.
 func (m *byModel) unknown(name string) error {
 	message := fmt.Sprintf("there is no model %.512q", name)
+	if m.only != nil {
+		message += fmt.Sprintf(" at consumer %q", m.only.Name)
+	}
 	if near := m.names.Near(name); len(near) > 0 {
 		for i := range near {
 			near[i] = strconv.Quote(near[i])

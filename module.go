@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -26,7 +27,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	_ "github.com/gpu-broker/caddy-gpu-broker/gpu/samplers" // every sampler
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
-	_ "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http" // the lifecycle http
+	httplife "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/presets"
 )
 
@@ -43,6 +44,7 @@ type App struct {
 
 	pool       *pooled
 	generation *broker.Generation
+	starts     map[string]bool // the consumers whose servers the broker starts and stops
 }
 
 // CaddyModule returns the Caddy module information.
@@ -64,6 +66,7 @@ func (a *App) Provision(ctx caddy.Context) error {
 	if err != nil {
 		return fmt.Errorf("getting the events app: %w", err)
 	}
+	g.Dir = filepath.Join(caddy.AppDataDir(), "gpu_broker", "servers")
 	g.Observer = observer{ctx: ctx, events: events.(*caddyevents.App)}
 	g.Store = &store{storage: ctx.Storage(), name: learntName}
 	g.FlagStore = &store{storage: ctx.Storage(), name: flagsName}
@@ -98,7 +101,11 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 	g.Sampler = sampler
 
 	var faults []error
+	a.starts = map[string]bool{}
 	for _, c := range a.Consumers {
+		if c.Shares != "" {
+			continue
+		}
 		raw := c.LifecycleRaw // LoadModule takes it away
 		mod, err := ctx.LoadModule(c, "LifecycleRaw")
 		if err != nil {
@@ -111,11 +118,17 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 			continue
 		}
 		g.Lifecycles[c.Name] = guest
+		if _, http := mod.(*httplife.Lifecycle); !http {
+			a.starts[c.Name] = true
+		}
 		var values string // of placeholders: the text may be the same, and what it stands for another
 		if f, ok := mod.(lifecycle.Fingerprinter); ok {
 			values = f.Fingerprint()
 		}
 		g.Keys[c.Name] = hash(raw, []byte(values), []byte(c.Upstream), []byte(time.Duration(a.ProbeTimeout).String()), []byte(time.Duration(c.UnloadTimeout).String()))
+	}
+	for _, c := range a.Consumers {
+		a.starts[c.Name] = a.starts[c.Name] || a.starts[c.Shares]
 	}
 	return errors.Join(faults...)
 }

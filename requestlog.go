@@ -13,6 +13,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -275,7 +276,7 @@ func (j *job) hasRun(outcome scheduler.Outcome) {
 // ended is the entry of a request that is over.
 func (j *job) ended() logEntry {
 	e := *j.entry
-	e.consumer, e.status = j.target.name, j.status
+	e.consumer, e.status = broker.SlotName(j.target.name, j.model), j.status
 	switch {
 	case !j.submitted.IsZero(): // it was admitted
 		e.at, e.wait, e.load = j.submitted, j.lease.Queued, j.lease.Loading

@@ -15,6 +15,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/routing"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
 // target is what a route knows of a consumer that may serve its requests. It
@@ -27,8 +28,11 @@ type target struct {
 	gpuOnly     config.RoutePatterns // if not empty: no other request needs the GPU
 	bypass      config.RoutePatterns
 	touch       config.RoutePatterns
-	priority    int      // of requests that name none
-	candidates  []string // the ladder, this one being the first; nil: there is no other
+	later       config.RoutePatterns // whose work outlives their answer, of a consumer with such; none: all
+	startOn     config.RoutePatterns // need no GPU, but start a server that is stopped
+	starts      bool                 // the broker starts and stops its server
+	priority    int                  // of requests that name none
+	candidates  []string             // the ladder, this one being the first; nil: there is no other
 
 	placeholders caddy.ReplacerFunc // as they are for a request that did not wait
 	waited, ran  prometheus.Observer
@@ -52,12 +56,14 @@ func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
 	for _, p := range []struct {
 		into  *config.RoutePatterns
 		texts []string
-	}{{&t.gpuOnly, c.GPURoutes}, {&t.bypass, slices.Concat(c.Bypass, h.Bypass)}, {&t.touch, slices.Concat(c.Touch, h.Touch)}} {
+	}{{&t.gpuOnly, c.GPURoutes}, {&t.bypass, slices.Concat(c.Bypass, h.Bypass)}, {&t.touch, slices.Concat(c.Touch, h.Touch)},
+		{&t.later, c.AsyncRoutes}, {&t.startOn, c.StartOn}} {
 		var err error
 		if *p.into, err = config.ParseRoutePatterns(p.texts); err != nil {
 			return nil, fmt.Errorf("consumer %q: %w", c.Name, err)
 		}
 	}
+	t.starts = h.app.starts[c.Name]
 	if h.MaxRun != nil {
 		t.maxRun = time.Duration(*h.MaxRun)
 	}
@@ -100,10 +106,28 @@ func (t *target) needs(r *http.Request) need {
 	}
 }
 
+// stopped says whether a request that needs no GPU is for a server that does not run, and if not, where that listens.
+func (h *Handler) stopped(t *target, repl *caddy.Replacer) bool {
+	if !t.starts {
+		return false
+	}
+	upstream, runs := h.pool.broker.Address(t.name)
+	if runs {
+		repl.Set("http.gpu_broker.upstream", upstream)
+	}
+	return !runs
+}
+
+// notRunning is the error for a request that needs no GPU, and would not start the server that it is for.
+func notRunning(consumer string) error {
+	return &failure{status: http.StatusServiceUnavailable, code: string(scheduler.NotRunning), retryAfter: 5 * time.Second,
+		message: fmt.Sprintf("the server of consumer %q does not run, and this request needs no GPU, so it does not start it: send one that does, load it by hand, or name this path in start_on", consumer)}
+}
+
 // request is what the broker is asked for.
 func (j *job) request(r *http.Request) broker.Request {
 	h, t := j.handler, j.target
-	req := broker.Request{Consumer: t.name, Priority: t.priority, Budget: time.Duration(h.Budget), KeepAlive: time.Duration(h.KeepAlive),
+	req := broker.Request{Consumer: t.name, Model: j.model, Priority: t.priority, Budget: time.Duration(h.Budget), KeepAlive: time.Duration(h.KeepAlive),
 		PinPrimary: h.PinPrimary, Submitted: j.submitted, Client: h.client(r, j.repl)}
 	if j.submitted.IsZero() { // once it was admitted, its consumer is fixed
 		req.Candidates = t.candidates

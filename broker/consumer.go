@@ -146,6 +146,9 @@ func (b *Broker) slotConfig(sl *slot) scheduler.SlotConfig {
 	cfg := c.cfg
 	out := SlotConfig(cfg, c.traits)
 	out.Stale = c.next != nil
+	if r, ok := c.driver.(lifecycle.Restarter); ok {
+		out.Restart, out.MaxRestarts = r.RestartOnFailure(), r.MaxRestarts()
+	}
 	for _, other := range b.consumers { // what shares its server is loaded with it
 		if other.partner == c {
 			out.Claim += other.cfg.VRAM
@@ -292,4 +295,23 @@ func (b *Broker) Track(consumer string, answer []byte) {
 	if jobs, ok := d.(lifecycle.Jobs); ok {
 		jobs.Track(answer)
 	}
+}
+
+// Holder is the consumer, and its name for it, that holds a model which its configuration does not name; empty: there is none.
+// With a consumer only that one is looked at.
+func (b *Broker) Holder(consumer, model string) (name, as string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, cc := range b.current.Load().Config.Consumers {
+		c := b.consumers[cc.Name]
+		if c == nil || consumer != "" && cc.Name != consumer || !cc.IsEnabled() {
+			continue
+		}
+		for _, sl := range c.slots {
+			if sl.adopted && lifecycle.Same(sl.model, model, c.traits.Tag) {
+				return c.name, sl.model
+			}
+		}
+	}
+	return "", ""
 }

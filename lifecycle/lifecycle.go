@@ -142,6 +142,14 @@ type Supervisor interface {
 	State() State
 }
 
+// Restarter is a Supervisor that says what is to be done when its server has died.
+type Restarter interface {
+	// RestartOnFailure says whether it is started again though nobody asks for it.
+	RestartOnFailure() bool
+	// MaxRestarts is how often in a row; 0: any number.
+	MaxRestarts() int
+}
+
 // State is what is told of a supervised server.
 type State struct {
 	Running   bool      `json:"running"`

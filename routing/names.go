@@ -4,37 +4,58 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 )
 
-// Named is a consumer and what requests may call it.
+// Named is a consumer, or one of its models, and what requests may call it.
 type Named struct {
 	Consumer string
+	Model    string // empty: the consumer as a whole
 	Aliases  []string
 	Hidden   bool // it is found, but not proposed
 }
 
+// Found is whom a name means.
+type Found struct{ Consumer, Model string }
+
+func (f Found) String() string {
+	if f.Model == "" {
+		return strconv.Quote(f.Consumer)
+	}
+	return fmt.Sprintf("%q of %q", f.Model, f.Consumer)
+}
+
+// names are all that it is called, the one first by which it is listed.
+func (n Named) names() []string {
+	if n.Model == "" {
+		return append([]string{n.Consumer}, n.Aliases...)
+	}
+	return append([]string{n.Model, n.Consumer + "/" + n.Model}, n.Aliases...)
+}
+
 // Names finds the consumer that a request means. It is made once for a configuration, and safe for use by many requests at once.
 type Names struct {
-	consumers map[string]string // by name and alias
-	shown     []string          // names and aliases that may be proposed
+	found map[string]Found // by name and alias
+	shown []string         // names and aliases that may be proposed
 }
 
 // NewNames makes Names. Its error holds every name that stands for two consumers.
 func NewNames(list []Named) (*Names, error) {
-	n := &Names{consumers: map[string]string{}}
+	n := &Names{found: map[string]Found{}}
 	var faults []error
 	for _, c := range list {
-		for _, name := range append([]string{c.Consumer}, c.Aliases...) {
-			if other, taken := n.consumers[name]; taken {
-				if other != c.Consumer {
-					faults = append(faults, fmt.Errorf("requests for %q could mean consumer %q or %q: give it to one of them", name, other, c.Consumer))
+		is := Found{c.Consumer, c.Model}
+		for _, name := range c.names() {
+			if other, taken := n.found[name]; taken {
+				if other != is {
+					faults = append(faults, fmt.Errorf("requests for %q could mean consumer %v or %v: give it to one of them", name, other, is))
 				}
 				continue
 			}
-			n.consumers[name] = c.Consumer
+			n.found[name] = is
 			if !c.Hidden {
 				n.shown = append(n.shown, name)
 			}
@@ -57,12 +78,12 @@ func sameModel(name string) string {
 	return ""
 }
 
-// Lookup finds the consumer of a name: by the name itself first, then by the other that ollama has for it.
-func (n *Names) Lookup(name string) (consumer string, ok bool) {
-	if consumer, ok = n.consumers[name]; !ok {
-		consumer, ok = n.consumers[sameModel(name)]
+// Lookup finds who is meant by a name: by the name itself first, then by the other that ollama has for it.
+func (n *Names) Lookup(name string) (who Found, ok bool) {
+	if who, ok = n.found[name]; !ok {
+		who, ok = n.found[sameModel(name)]
 	}
-	return consumer, ok
+	return who, ok
 }
 
 // Near are up to three names that a name may have been meant to be, the nearest first.

@@ -28,7 +28,8 @@ func TestNamesAndAliasesFindTheirConsumer(t *testing.T) {
 		"llama3": "ollama", "org/phi:latest": "ollama", "whisper:latest": "whisper", "qwen2.5": "whisper", "qwen2.5:latest": "whisper",
 		"": "", "Ollama": "", "qwen2.5:8b": "", "whisper-1:latest:latest": "", "llama3:8b": "", ":latest": "",
 	} {
-		consumer, ok := names(t).Lookup(name)
+		who, ok := names(t).Lookup(name)
+		consumer := who.Consumer
 		require.Equal(t, want, consumer, name)
 		require.Equal(t, want != "", ok, name)
 	}

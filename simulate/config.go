@@ -34,16 +34,21 @@ func FromConfig(b *config.Broker, a Assumptions) (*World, error) {
 	var faults []error
 	names := map[string]bool{}
 	for _, c := range b.Consumers {
-		names[c.Name] = true
-		cost := time.Duration(c.SwitchCost)
-		load, unload := cost-cost/10, cost/10
-		if d, ok := a.Load[c.Name]; ok {
-			load = d
+		if c.Shares != "" { // it is loaded with the other
+			continue
 		}
-		if d, ok := a.Unload[c.Name]; ok {
-			unload = d
+		for _, sc := range slots(b, c, a.Traits[c.Name]) {
+			names[sc.Name] = true
+			cost := time.Duration(c.SwitchCost)
+			load, unload := cost-cost/10, cost/10
+			if d, ok := a.Load[sc.Name]; ok {
+				load = d
+			}
+			if d, ok := a.Unload[sc.Name]; ok {
+				unload = d
+			}
+			w.Consumers = append(w.Consumers, Consumer{Slot: sc, Load: Constant(load), Unload: Constant(unload)})
 		}
-		w.Consumers = append(w.Consumers, Consumer{Slot: slot(c, a.Traits[c.Name]), Load: Constant(load), Unload: Constant(unload)})
 		if !c.Cloud && c.GPU >= len(w.GPUs) {
 			faults = append(faults, fmt.Errorf("consumer %q is on GPU %d, and the simulation has %d: give --gpu once for each", c.Name, c.GPU, len(w.GPUs)))
 		}
@@ -82,36 +87,69 @@ func declaredGPUs(raw json.RawMessage) ([]gpu.Bytes, error) {
 func consumerNames(b *config.Broker) []string {
 	var names []string
 	for _, c := range b.Consumers {
-		names = append(names, c.Name)
+		if !c.HasModels() {
+			names = append(names, c.Name)
+		}
+		for _, m := range c.Models {
+			names = append(names, broker.SlotName(c.Name, m.Name))
+		}
 	}
 	return names
 }
 
 // Names finds the consumers of a configuration by their names and aliases, as routes do.
 func Names(b *config.Broker) Lookup {
-	byName := map[string]*config.Consumer{}
+	type found struct {
+		slot string
+		of   *config.Consumer
+	}
+	byName := map[string]found{}
 	var all []string
-	for _, c := range b.Consumers {
-		for _, n := range append([]string{c.Name}, c.Alias...) {
-			if byName[n] == nil {
-				byName[n] = c
+	add := func(c *config.Consumer, slot string, names ...string) {
+		for _, n := range names {
+			if byName[n].of == nil {
+				byName[n] = found{slot, c}
 			}
 			all = append(all, n)
 		}
 	}
+	for _, c := range b.Consumers {
+		switch {
+		case c.Shares != "":
+			add(c, c.Shares, append([]string{c.Name}, c.Alias...)...)
+		case !c.HasModels():
+			add(c, c.Name, append([]string{c.Name}, c.Alias...)...)
+		}
+		for _, m := range c.Models {
+			slot := broker.SlotName(c.Name, m.Name)
+			add(c, slot, append([]string{slot, m.Name}, m.Alias...)...)
+		}
+	}
 	return func(name string) (string, int, error) {
-		c := byName[name]
-		if c == nil {
+		f := byName[name]
+		if f.of == nil {
 			return "", 0, config.Unknown("consumer", name, all)
 		}
-		return c.Name, c.EffectivePriority(), nil
+		return f.slot, f.of.EffectivePriority(), nil
 	}
 }
 
-// slot is a consumer's, as package broker gives it to the scheduler, but for
+// slots are a consumer's, as package broker gives them to the scheduler, but for
 // what the simulator leaves out: residues, probes, and work that outlives its answer.
-func slot(c *config.Consumer, t lifecycle.Traits) scheduler.SlotConfig {
-	sc := broker.SlotConfig(c, lifecycle.Traits{Load: t.Load, Unload: t.Unload})
+func slots(b *config.Broker, c *config.Consumer, t lifecycle.Traits) (out []scheduler.SlotConfig) {
+	t = lifecycle.Traits{Load: t.Load, Unload: t.Unload, LoadModel: t.LoadModel, UnloadModel: t.UnloadModel}
+	sc := broker.SlotConfig(c, t)
 	sc.Residual, sc.Async = 0, false
-	return sc
+	for _, other := range b.Consumers {
+		if other.Shares == c.Name {
+			sc.Claim += other.VRAM
+		}
+	}
+	if !c.HasModels() {
+		return append(out, sc)
+	}
+	for _, m := range c.Models {
+		out = append(out, broker.ModelConfig(sc, c, m, t))
+	}
+	return out
 }

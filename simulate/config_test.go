@@ -45,21 +45,22 @@ var untold = []string{
 	"Slots", // of World.Settings: they are made of the consumers
 	"Async", "Residual", "CanProbe", "CanTell", "CanBusy",
 	"Cloud", "Disabled", // those of another consumer
+	"Consumer", "Starts", "Restart", "MaxRestarts", "Stale", // of a model, and of servers that are started
 }
 
 func TestEverySettingReachesTheScheduler(t *testing.T) {
 	b := resolved(t, site)
 	w := &World{Settings: broker.SchedulerConfig(b)}
 	traits := lifecycle.Traits{Load: true, Unload: true}
-	for _, v := range []reflect.Value{reflect.ValueOf(w.Settings), reflect.ValueOf(slot(b.Consumers[0], traits))} {
+	for _, v := range []reflect.Value{reflect.ValueOf(w.Settings), reflect.ValueOf(slots(b, b.Consumers[0], traits)[0])} {
 		for i := range v.NumField() {
 			if name := v.Type().Field(i).Name; !slices.Contains(untold, name) {
 				assert.False(t, v.Field(i).IsZero(), "%s.%s is not set", v.Type(), name)
 			}
 		}
 	}
-	assert.True(t, slot(b.Consumers[1], traits).Disabled)
-	assert.True(t, slot(b.Consumers[2], traits).Cloud)
+	assert.True(t, slots(b, b.Consumers[1], traits)[0].Disabled)
+	assert.True(t, slots(b, b.Consumers[2], traits)[0].Cloud)
 }
 
 func TestAConfigurationMakesAWorld(t *testing.T) {
