@@ -207,7 +207,7 @@ func TestDamagedFileOfWhatWasLearntIsSetAsideAndTheSiteServes(t *testing.T) {
 		"another form":    []byte(`[1,2,3]`),
 		"negative time":   []byte(strings.Replace(good, "1.5", "-1.5", 1)),
 		"endless time":    []byte(strings.Replace(good, "1.5", "1e300", 1)),
-		"bad name":        []byte(strings.Replace(good, `"a"`, `"../a"`, 1)),
+		"bad name":        []byte(strings.Replace(good, `"a"`, `"a b"`, 1)),
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
