@@ -142,17 +142,14 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	switch {
 	case need == needsGPU && h.byModel != nil:
 		return h.serveByModel(w, r, next, repl)
-	case need != needsGPU && !h.stopped(t, repl):
-		if need == needsTouch {
-			h.pool.broker.Touch(t.name)
-		}
+	case need == needsNothing && !t.starts:
 		return next.ServeHTTP(w, r)
 	}
 	j := jobs.Get().(*job)
 	defer j.done()
 	j.handler, j.repl, j.target = h, repl, t
-	if need != needsGPU && !t.startOn.Match(r.Method, r.URL.Path) {
-		return j.fail(w, r, notRunning(t.name))
+	if need != needsGPU {
+		return j.pass(w, r, next, need)
 	}
 	return j.serve(w, r, next)
 }

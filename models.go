@@ -119,15 +119,7 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 	repl.Map(t.placeholders)
 	j.target = t
 	if need := t.needs(r); need != needsGPU {
-		switch {
-		case !h.stopped(t, repl):
-			if need == needsTouch {
-				h.pool.broker.Touch(t.name)
-			}
-			return next.ServeHTTP(w, r)
-		case !t.startOn.Match(r.Method, r.URL.Path):
-			return j.fail(w, r, notRunning(t.name))
-		}
+		return j.pass(w, r, next, need)
 	}
 	return j.serve(w, r, next)
 }

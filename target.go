@@ -29,6 +29,7 @@ type target struct {
 	bypass      config.RoutePatterns
 	touch       config.RoutePatterns
 	later       config.RoutePatterns // whose work outlives their answer, of a consumer with such; none: all
+	blocked     config.RoutePatterns // are refused
 	startOn     config.RoutePatterns // need no GPU, but start a server that is stopped
 	starts      bool                 // the broker starts and stops its server
 	priority    int                  // of requests that name none
@@ -57,7 +58,7 @@ func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
 		into  *config.RoutePatterns
 		texts []string
 	}{{&t.gpuOnly, c.GPURoutes}, {&t.bypass, slices.Concat(c.Bypass, h.Bypass)}, {&t.touch, slices.Concat(c.Touch, h.Touch)},
-		{&t.later, c.AsyncRoutes}, {&t.startOn, c.StartOn}} {
+		{&t.later, c.AsyncRoutes}, {&t.startOn, c.StartOn}, {&t.blocked, c.Blocked}} {
 		var err error
 		if *p.into, err = config.ParseRoutePatterns(p.texts); err != nil {
 			return nil, fmt.Errorf("consumer %q: %w", c.Name, err)
@@ -88,11 +89,14 @@ const (
 	needsGPU need = iota
 	needsNothing
 	needsTouch // counts as use
+	needsLeave // it is refused
 )
 
 // needs says what a request wants, by its method and by its path as the server will see it.
 func (t *target) needs(r *http.Request) need {
 	switch {
+	case len(t.blocked) > 0 && t.blocked.Match(r.Method, r.URL.Path):
+		return needsLeave
 	case r.Method == http.MethodOptions || r.Method == http.MethodHead:
 		return needsNothing
 	case len(t.touch) > 0 && t.touch.Match(r.Method, r.URL.Path):
@@ -116,6 +120,24 @@ func (h *Handler) stopped(t *target, repl *caddy.Replacer) bool {
 		repl.Set("http.gpu_broker.upstream", upstream)
 	}
 	return !runs
+}
+
+// pass serves a request of which it is known that it needs no GPU, unless it is not to be served at all.
+func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler, need need) error {
+	t, h := j.target, j.handler
+	switch {
+	case need == needsLeave:
+		return j.fail(w, r, &failure{status: http.StatusForbidden, code: "blocked",
+			message: fmt.Sprintf("%s %s of consumer %q is not for clients: its configuration blocks it", r.Method, r.URL.Path, t.name)})
+	case h.stopped(t, j.repl):
+		if t.startOn.Match(r.Method, r.URL.Path) {
+			return j.serve(w, r, next)
+		}
+		return j.fail(w, r, notRunning(t.name))
+	case need == needsTouch:
+		h.pool.broker.Touch(t.name)
+	}
+	return next.ServeHTTP(w, r)
 }
 
 // notRunning is the error for a request that needs no GPU, and would not start the server that it is for.

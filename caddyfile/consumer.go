@@ -95,6 +95,7 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 
 		"async_routes": patterns(&c.AsyncRoutes),
 		"start_on":     patterns(&c.StartOn),
+		"blocked":      patterns(&c.Blocked),
 		"model":        readModel(c),
 		"model_from":   modelFrom(&c.ModelFrom),
 		"shares": single(s, &c.Shares, "CONSUMER", func(name string) (string, error) {

@@ -194,6 +194,10 @@ type Consumer struct {
 	// Requests that need no GPU but count as use, in the same form.
 	Touch []string `json:"touch,omitempty"`
 
+	// Requests that clients must not send, in the same form: they are refused with 403, such as those that make the
+	// server unload its model, or run code of the sender's.
+	Blocked []string `json:"blocked,omitempty"`
+
 	// As the broker's settings of the same name.
 	Budget caddy.Duration `json:"budget,omitempty"`
 	// As the broker's setting of the same name. 0 stands for no bound. Default: the broker's.

@@ -119,7 +119,7 @@ func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) {
 	for _, list := range []struct {
 		field    string
 		patterns []string
-	}{{"gpu_routes", c.GPURoutes}, {"bypass", c.Bypass}, {"touch", c.Touch}, {"async_routes", c.AsyncRoutes}, {"start_on", c.StartOn}} {
+	}{{"gpu_routes", c.GPURoutes}, {"bypass", c.Bypass}, {"touch", c.Touch}, {"async_routes", c.AsyncRoutes}, {"start_on", c.StartOn}, {"blocked", c.Blocked}} {
 		for _, text := range list.patterns {
 			if _, err := ParseRoutePattern(text); err != nil {
 				f.add(who, "%s: %w", list.field, err)
