@@ -11,8 +11,9 @@ import (
 )
 
 // fifo serves strictly in the order of submission: nobody begins before all who
-// came earlier have. It has the face of scheduler.State, knows what a load and an unload
-// are, and nothing of priorities, budgets or fairness.
+// came earlier have. A switch begins when the oldest job wants it: what must go drains, is unloaded, and the load
+// follows. It goes through, though the job's client may leave meanwhile. It has the face of
+// scheduler.State, knows what a load and an unload are, and nothing of priorities, budgets or fairness.
 type fifo struct {
 	cfg   scheduler.Config
 	slots map[string]*fifoSlot
@@ -23,6 +24,9 @@ type fifo struct {
 	jobs   map[scheduler.JobID]*fifoJob
 	lastID scheduler.JobID
 	count  int // waiting jobs
+
+	target  *fifoSlot   // what is being switched to, until its load begins
+	leaving []*fifoSlot // what goes for it, one after another, each once its jobs are done
 
 	effects []scheduler.Effect
 }
@@ -121,8 +125,11 @@ func (q *fifo) leave(j *fifoJob) {
 	delete(q.jobs, j.id)
 }
 
-// serveHead does what can be done for the oldest job. It says whether another is the oldest now.
+// serveHead does what can be done for the oldest job. It says whether there is more to do now.
 func (q *fifo) serveHead() bool {
+	if !q.makeRoom() {
+		return false
+	}
 	for len(q.queue) > 0 && q.queue[0].over {
 		q.queue = q.queue[1:]
 	}
@@ -144,25 +151,42 @@ func (q *fifo) serveHead() bool {
 		return true
 	case q.moving(s):
 		return false
-	case q.fits(s, nil):
-		s.state = scheduler.Loading
-		s.epoch++
-		q.effects = append(q.effects, scheduler.Effect{Kind: scheduler.Load, Slot: s.Name, Epoch: s.epoch})
-		return false
 	}
-	victims := q.victims(s)
-	if victims == nil { // even were all gone that may go
-		q.queue = q.queue[1:]
-		q.leave(j)
-		q.refuse(j.id, s, scheduler.NeverFits)
+	if !q.fits(s, nil) {
+		if q.leaving = q.victims(s); q.leaving == nil { // even were all gone that may go
+			q.queue = q.queue[1:]
+			q.leave(j)
+			q.refuse(j.id, s, scheduler.NeverFits)
+			return true
+		}
+	}
+	q.target = s
+	return true
+}
+
+// makeRoom goes on with the switch that is under way. It says whether there is none any more.
+func (q *fifo) makeRoom() bool {
+	if q.target == nil {
 		return true
 	}
-	if v := victims[0]; v.active == 0 { // what is busy is waited for
-		v.state = scheduler.Stopping
-		v.epoch++
-		q.effects = append(q.effects, scheduler.Effect{Kind: scheduler.StartUnload, Slot: v.Name, Epoch: v.epoch})
+	for len(q.leaving) > 0 {
+		switch v := q.leaving[0]; {
+		case v.state == scheduler.Idle:
+			q.leaving = q.leaving[1:]
+			continue
+		case v.state == scheduler.Ready && v.active == 0:
+			v.state = scheduler.Stopping
+			v.epoch++
+			q.effects = append(q.effects, scheduler.Effect{Kind: scheduler.StartUnload, Slot: v.Name, Epoch: v.epoch})
+		}
+		return false
 	}
-	return false
+	s := q.target
+	s.state = scheduler.Loading
+	s.epoch++
+	q.effects = append(q.effects, scheduler.Effect{Kind: scheduler.Load, Slot: s.Name, Epoch: s.epoch})
+	q.target = nil
+	return true
 }
 
 // mayRun says whether the slot has a place, and the lock.

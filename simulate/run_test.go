@@ -104,6 +104,17 @@ func TestFIFOEvictsTheLeastRecentlyUsedAndNoMoreThanNeeded(t *testing.T) {
 	assert.Equal(t, 1, r.Evictions)
 }
 
+func TestFIFOCarriesASwitchThrough(t *testing.T) {
+	for name, patience := range map[string]time.Duration{"while what goes drains": 2, "while it is unloaded": 5, "while the load runs": 10} {
+		hasty := at(11, "b")
+		hasty.Patience = patience * time.Second
+		r := simulated(t, card16(9, 9), Options{Policy: FIFO}, at(0, "a"), hasty, at(12, "a"))
+		assert.Equal(t, 0, r.of("b").Served, "its client left %s", name)
+		assert.Equal(t, 3, r.Loads, "its client left %s", name)
+		assert.InDelta(t, 15+2+10+2+10-12, r.of("a").Wait.Max, 1e-9, "its client left %s", name)
+	}
+}
+
 func TestFIFORefusesWhatNeverFits(t *testing.T) {
 	w := card16(17, 9)
 	r := simulated(t, w, Options{Policy: FIFO}, at(0, "a"), at(1, "b"))
