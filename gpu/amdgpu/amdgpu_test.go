@@ -48,7 +48,9 @@ func TestCardsStandInTheOrderOfTheBusAndOthersAreNotTheirs(t *testing.T) {
 	m.navi()
 	m.card(2, vega, "amdgpu", map[string]string{"mem_info_vram_total": "8573157376\n", "mem_info_vram_used": "0\n", "product_name": "Instinct\n"})
 	m.card(3, "0000:01:00.0", "nouveau", nil)
-	m.card(4, "10000:01:00.0", "amdgpu", map[string]string{"mem_info_vram_total": "8573157376\n", "mem_info_vram_used": "0\n"})
+	for number, address := range map[int]string{4: "10000:01:00.0", 5: "2000:01:00.0"} {
+		m.card(number, address, "amdgpu", map[string]string{"mem_info_vram_total": "8573157376\n", "mem_info_vram_used": "0\n"})
+	}
 	m.dir("sys/class/drm/card9") // a virtual one has no device
 	var uuids []string
 	for i, d := range look(t, m.sampler()) {
@@ -56,7 +58,8 @@ func TestCardsStandInTheOrderOfTheBusAndOthersAreNotTheirs(t *testing.T) {
 		uuids = append(uuids, d.UUID+" "+d.Name)
 	}
 	assert.Equal(t, []string{
-		"GPU-7c1b2d3e4f506172 AMD GPU 1002:744C", "PCI-" + vega + " Instinct", "PCI-" + inCPU + " AMD GPU 1002:744C", "PCI-10000:01:00.0 AMD GPU 1002:744C",
+		"GPU-7c1b2d3e4f506172 AMD GPU 1002:744C", "PCI-" + vega + " Instinct", "PCI-" + inCPU + " AMD GPU 1002:744C",
+		"PCI-2000:01:00.0 AMD GPU 1002:744C", "PCI-10000:01:00.0 AMD GPU 1002:744C",
 	}, uuids)
 }
 
@@ -221,6 +224,9 @@ func TestACardThatIsPluggedInElsewhereIsNotLost(t *testing.T) {
 	devices := look(t, s)
 	require.Len(t, devices, 1)
 	assert.Equal(t, gpu.Healthy, devices[0].Health)
+	assert.Len(t, s.(*sampler).known, 1, "its old place is forgotten")
+	m.unplug(1, vega)
+	assert.Len(t, look(t, s), 1, "one card is lost once")
 }
 
 func TestACardThatNoLongerAnswersOnTheBusIsLost(t *testing.T) {

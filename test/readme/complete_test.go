@@ -23,6 +23,7 @@ import (
 	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu/amdgpu"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu/simulated"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu/static"
 	httplife "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
@@ -47,6 +48,7 @@ var documented = map[string]reflect.Type{
 	"httplife.ForEach":    reflect.TypeFor[httplife.ForEach](),
 	"nvml.NVML":           reflect.TypeFor[nvml.NVML](),
 	"nvml.NvidiaSMI":      reflect.TypeFor[nvml.NvidiaSMI](),
+	"amdgpu.AMDGPU":       reflect.TypeFor[amdgpu.AMDGPU](),
 	"static.Static":       reflect.TypeFor[static.Static](),
 	"simulated.Simulated": reflect.TypeFor[simulated.Simulated](),
 	"broker.Status":       reflect.TypeFor[broker.Status](),
