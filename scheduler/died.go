@@ -73,7 +73,11 @@ func (s *State) mute(now time.Time, sl *slot, e Probed) {
 	if s.cfg.Mode != Evicting || sl.state != Ready || sl.busy() || sl.gate.closed || e.Sent.Before(sl.idleAt) {
 		return
 	}
-	if sl.timeouts++; e.Outcome == ProbeTimedOut && sl.timeouts < healthTimeouts {
+	most := healthTimeouts
+	if e.Outcome != ProbeTimedOut {
+		most = 2 // the first may have met one that is dying: then Died follows
+	}
+	if sl.timeouts++; sl.timeouts < most {
 		return
 	}
 	sl.timeouts = 0

@@ -187,6 +187,7 @@ func (s *site) caddyfile(port string) string {
 	}
 	line("%s\nhandle /gpu/* {\ngpu_broker_status\n}\n}", s.layout.Routes)
 	text := b.String()
+	text = strings.ReplaceAll(text, "{$SIM_DIR}", s.sim)
 	for name, srv := range s.servers {
 		text = strings.ReplaceAll(text, "UPSTREAM_OF_"+name, srv.Addr())
 	}

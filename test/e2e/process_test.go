@@ -1,0 +1,374 @@
+package e2e
+
+import (
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+)
+
+// modelserverBin builds the pretending server once, as a program that can be started. It lies beside the Caddy that is tested.
+var modelserverBin = sync.OnceValues(func() (string, error) {
+	bin, err := caddy()
+	if err != nil {
+		return "", err
+	}
+	path := filepath.Join(filepath.Dir(bin), "modelserver-e2e")
+	out, err := exec.Command("go", "build", "-o", path, "github.com/gpu-broker/caddy-gpu-broker/cmd/modelserver").CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("building modelserver: %w\n%s", err, out)
+	}
+	return path, nil
+})
+
+// started is a consumer whose server the broker starts: the pretending one, loaded when it listens.
+type started struct {
+	name  string
+	vram  string
+	args  string // more of its command
+	wrap  string // a program before it, with its arguments; %s stands for the command as one word
+	block string // lines of the block of process
+	lines string // of the consumer
+	route string
+}
+
+// supervised is a site with such consumers, and with others.
+func supervised(t *testing.T, global string, others []consumer, all ...started) *site {
+	t.Helper()
+	bin, err := modelserverBin()
+	require.NoError(t, err)
+	var consumers, routes strings.Builder
+	for _, p := range all {
+		command := fmt.Sprintf("%s -name %s -preloaded=true -vram %s -addr 127.0.0.1:{gpu_broker.port} -sim-dir {$SIM_DIR} %s", bin, p.name, p.vram, p.args)
+		if p.wrap != "" {
+			command = strings.ReplaceAll(p.wrap, "%s", command)
+		}
+		fmt.Fprintf(&consumers, "consumer %s {\nvram %s\nhealth /health\nprocess %s {\nports %s\ngrace 2s\n%s\n}\n%s\n}\n", p.name, p.vram, command, portRange(t), p.block, p.lines)
+		fmt.Fprintf(&routes, "handle_path /%s/* {\ngpu_broker %s {\n%s\n}\nreverse_proxy {http.gpu_broker.upstream}\n}\n", p.name, p.name, p.route)
+	}
+	s := start(t, layout{Total: "12GiB", Global: global + "\n" + consumers.String(), Consumers: others, Routes: routes.String()})
+	return s
+}
+
+// portRange is a range of ports of which the first is free now.
+func portRange(t *testing.T) string {
+	t.Helper()
+	_, port, err := net.SplitHostPort(freeAddr(t))
+	require.NoError(t, err)
+	n, err := strconv.Atoi(port)
+	require.NoError(t, err)
+	return fmt.Sprintf("%d-%d", n, min(n+20, 65535))
+}
+
+func (s *site) process(name string) lifecycle.State {
+	s.t.Helper()
+	state := s.status().Consumers[name].Process
+	require.NotNil(s.t, state, name)
+	return *state
+}
+
+// alive lists the processes whose command line holds a text, which stands for the site's own servers.
+func alive(t testing.TB, text string) (pids []int) {
+	t.Helper()
+	dirs, err := os.ReadDir("/proc")
+	require.NoError(t, err)
+	for _, d := range dirs {
+		pid, err := strconv.Atoi(d.Name())
+		if err != nil {
+			continue
+		}
+		line, err := os.ReadFile("/proc/" + d.Name() + "/cmdline")
+		if err != nil || !strings.Contains(string(line), text) {
+			continue
+		}
+		if stat, err := os.ReadFile("/proc/" + d.Name() + "/stat"); err == nil && strings.Contains(string(stat), ") Z ") {
+			continue // dead, and not yet waited for
+		}
+		pids = append(pids, pid)
+	}
+	return pids
+}
+
+func (s *site) children() []int {
+	return slices.DeleteFunc(alive(s.t, s.sim), func(pid int) bool { return pid == s.cmd.Process.Pid || pid == os.Getpid() })
+}
+
+func TestProcessesAreStartedOnDemandAndStoppedForOthers(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB"}, started{name: "two", vram: "8GiB", lines: "start_on /ui"})
+	require.Empty(t, s.children(), "nobody has asked yet")
+	a := s.get("/one/health")
+	require.Equal(t, 200, a.status, "its health is GPU work to a consumer without gpu_routes")
+	one := s.process("one")
+	require.True(t, one.Running)
+	require.Equal(t, 1, one.Starts)
+	s.serve("one")
+	require.Equal(t, one.PID, s.process("one").PID, "it is warm")
+
+	s.serve("two")
+	require.False(t, s.process("one").Running)
+	require.True(t, s.process("two").Running)
+	require.EqualValues(t, 1, s.status().Scheduler.Evictions)
+	s.serve("one")
+	require.Equal(t, 2, s.process("one").Starts)
+	require.NotEqual(t, one.PID, s.process("one").PID)
+	require.NotEmpty(t, s.process("one").Output, "it says where it listens")
+	s.halt()
+	require.Empty(t, s.children(), "Caddy has stopped what it had started")
+}
+
+func TestRequestsThatNeedNoGPUDoNotStartAServer(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB", lines: "gpu_routes POST /synthesize\nstart_on GET /health"})
+	a := s.get("/one/other")
+	require.Equal(t, 503, a.status)
+	require.Equal(t, "not_running", a.code())
+	require.Empty(t, s.children())
+	require.Equal(t, 200, s.get("/one/health").status, "it is in start_on")
+	require.True(t, s.process("one").Running)
+	require.Equal(t, 200, s.get("/one/other").status, "it runs now, and answers itself")
+}
+
+// forking is a shell that starts the server and a worker, both its children.
+const forking = "/bin/sh -c \"sleep 1000000 & %s & wait\""
+
+func TestKilledCaddyLeavesNoChild(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB"}, started{name: "two", vram: "3GiB", wrap: forking})
+	s.serve("one")
+	s.serve("two")
+	two := s.process("two").PID
+	group := groupOf(t, two)
+	require.GreaterOrEqual(t, len(group), 3, "a shell, a worker and the server")
+	s.kill()
+	s.until("no child is left", func() bool { return len(s.children()) == 0 && len(groupOf(t, two)) == 0 })
+
+	s.again()
+	s.serve("one")
+	s.serve("two")
+}
+
+// groupOf lists the live processes of a process group.
+func groupOf(t testing.TB, group int) (pids []int) {
+	t.Helper()
+	dirs, err := os.ReadDir("/proc")
+	require.NoError(t, err)
+	for _, d := range dirs {
+		stat, err := os.ReadFile("/proc/" + d.Name() + "/stat")
+		if err != nil {
+			continue
+		}
+		fields := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
+		if len(fields) > 2 && fields[0] != "Z" && fields[2] == strconv.Itoa(group) {
+			pid, _ := strconv.Atoi(d.Name())
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+func TestFC29ServersThatForkAreStoppedAsAGroup(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB", wrap: forking}, started{name: "two", vram: "8GiB"})
+	s.serve("one")
+	one := s.process("one").PID
+	require.GreaterOrEqual(t, len(groupOf(t, one)), 3)
+	s.serve("two")
+	require.Empty(t, groupOf(t, one))
+}
+
+func TestDeadServerIsNoticedAtOnceAndStartedForTheNextRequest(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "probe_interval 1h", nil, started{name: "one", vram: "7GiB"})
+	s.serve("one")
+	pid := s.process("one").PID
+	killed := time.Now()
+	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
+	s.until("its booking is free", func() bool { return s.status().GPUs[0].Booked == 0 })
+	require.Less(t, time.Since(killed), 200*time.Millisecond+50*time.Millisecond) // the way of the question included
+	s.serve("one")
+	require.NotEqual(t, pid, s.process("one").PID)
+	require.Contains(t, s.process("one").LastExit, "killed")
+}
+
+func TestServerThatDiesWithWorkIsGoneOnceAndTheNextIsServed(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "probe_interval 1h", nil, started{name: "one", vram: "7GiB", args: "-run 30s"})
+	works := s.send("POST", "/one/synthesize", "x")
+	s.until("it works", func() bool { return s.status().Consumers["one"].Active == 1 && s.process("one").Running })
+	require.NoError(t, syscall.Kill(s.process("one").PID, syscall.SIGKILL))
+	a := s.await(works)
+	require.Equal(t, 502, a.status, "%s", a.body)
+	require.Equal(t, "server_died", a.code())
+	require.Equal(t, 200, s.post("/one/synthesize?ms=1", "x").status)
+	require.Equal(t, 2, s.process("one").Starts)
+}
+
+func TestReloadsDoNotTouchAServerThatIsBeingLoaded(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB", args: "-load 1s"})
+	waits := s.send("POST", "/one/synthesize", "x")
+	s.until("it is being loaded", func() bool { return s.slotOf("one") == "LOADING" && len(s.children()) == 1 })
+	pid := s.children()[0]
+	for i := range 10 {
+		s.reloaded(func(text string) string { return text + fmt.Sprintf("# edit %d\n", i) })
+	}
+	s.ok(waits)
+	require.Equal(t, pid, s.process("one").PID)
+	require.Equal(t, 1, s.process("one").Starts)
+	s.reloaded(func(text string) string { return strings.Replace(text, "vram 7GiB", "vram 8GiB", 1) })
+	s.serve("one")
+	require.Equal(t, pid, s.process("one").PID, "its command has not changed")
+}
+
+func (s *site) slotOf(name string) string { return s.status().Consumers[name].Slots[0].State }
+
+func TestFC16ChangedCommandRestartsItsServerAfterItsDrain(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB"}, started{name: "two", vram: "2GiB"})
+	s.serve("one")
+	s.serve("two")
+	one, two := s.process("one").PID, s.process("two").PID
+	runs := s.send("POST", "/one/synthesize?ms=700", "x")
+	s.until("it works", func() bool { return s.status().Consumers["one"].Active == 1 })
+	s.reloaded(func(text string) string { return strings.Replace(text, "-name one", "-quiet=true -name one", 1) })
+	next := s.send("POST", "/one/synthesize", "y")
+	require.Equal(t, one, s.process("one").PID, "what runs there ends first")
+	s.ok(runs)
+	s.ok(next)
+	require.NotEqual(t, one, s.process("one").PID)
+	require.Equal(t, two, s.process("two").PID, "its command has not changed")
+	require.Len(t, s.children(), 2)
+
+	s.reloaded(func(text string) string { // nobody asks for it: it is stopped all the same, since it is not what is configured
+		return strings.Replace(text, "-name two", "-quiet=true -name two", 1)
+	})
+	s.until("the old one is stopped", func() bool { return len(groupOf(t, two)) == 0 })
+	s.serve("two")
+}
+
+func TestRemovedServerIsStopped(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB"})
+	s.serve("one")
+	s.reloaded(func(text string) string {
+		begin, end := strings.Index(text, "consumer one {"), strings.Index(text, "handle_path /one/*")
+		rest := text[end:]
+		return text[:begin] + "}\n}\nhttp://localhost" + s.url[strings.LastIndexByte(s.url, ':'):] + " {\n" + rest[strings.Index(rest, "handle /gpu/*"):]
+	})
+	s.until("it is gone", func() bool { return len(s.children()) == 0 })
+}
+
+func TestServerThatCannotStartSaysWhyAndBacksOff(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB", wrap: `/bin/sh -c "echo no such model >&2; exit 3; %s"`})
+	for i := range 3 {
+		a := s.post("/one/synthesize", "x")
+		require.Equal(t, 503, a.status, "%s", a.body)
+		require.Equal(t, "load_failed", a.code())
+		require.Contains(t, string(a.body), "exit status 3")
+		require.Contains(t, string(a.body), "no such model")
+		require.Equal(t, strconv.Itoa(1<<i), a.header.Get("Retry-After"), "it backs off")
+		require.NotEmpty(t, s.status().Consumers["one"].Slots[0].CoolsUntil)
+	}
+	require.Empty(t, s.children())
+}
+
+func TestServerThatKeepsDyingBacksOff(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB", args: "-faults `{\"die_on_request\":true}`"})
+	require.Equal(t, 502, s.post("/one/synthesize", "x").status)
+	require.Equal(t, 502, s.post("/one/synthesize", "x").status, "it is started again at once after the first time")
+	began := time.Now()
+	require.Equal(t, 502, s.post("/one/synthesize", "x").status)
+	require.Greater(t, time.Since(began), 500*time.Millisecond, "it cools down")
+	var said bool
+	for _, d := range s.decisions("gone") {
+		said = said || strings.Contains(d.Reason, "died")
+	}
+	require.True(t, said)
+}
+
+func TestServerThatHasDiedIsStartedAgainByItself(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB", block: "restart on_failure"})
+	s.serve("one")
+	require.NoError(t, syscall.Kill(s.process("one").PID, syscall.SIGKILL))
+	s.until("it runs again", func() bool { return s.process("one").Starts == 2 && s.slotOf("one") == "READY" })
+}
+
+func TestServerDeafToItsSignalIsKilledAfterItsGrace(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB", wrap: `/bin/sh -c "trap '' TERM; sleep 1000000 & %s & while :; do wait; done"`, block: ""},
+		started{name: "two", vram: "8GiB"})
+	s.serve("one")
+	one := s.process("one").PID
+	began := time.Now()
+	s.serve("two")
+	require.GreaterOrEqual(t, time.Since(began), 2*time.Second, "its grace")
+	require.Empty(t, groupOf(t, one))
+}
+
+func TestServerThatStopsAnsweringIsStoppedAndStarted(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "probe_interval 100ms\nprobe_timeout 100ms", nil, started{name: "one", vram: "7GiB"})
+	s.serve("one")
+	pid := s.process("one").PID
+	resp, err := http.Post("http://"+s.process("one").Address+"/control", "application/json", strings.NewReader(`{"faults":{"hang_health":true}}`))
+	require.NoError(t, err)
+	_ = resp.Body.Close()
+	s.until("it was stopped", func() bool { return len(groupOf(t, pid)) == 0 })
+	s.serve("one")
+}
+
+// TestAlone_ColdStart bounds what the broker adds to a server's own start (D4).
+func TestAlone_ColdStart(t *testing.T) {
+	const tries, bound = 11, 30 * time.Millisecond
+	bin, err := modelserverBin()
+	require.NoError(t, err)
+	s := supervised(t, "", nil, started{name: "one", vram: "1GiB"})
+	var own, all []time.Duration
+	for range tries {
+		own = append(own, ownStart(t, bin, s.sim))
+		began := time.Now()
+		s.serve("one")
+		all = append(all, time.Since(began))
+		s.doByHand("consumers/one/unload")
+	}
+	slices.Sort(own)
+	slices.Sort(all)
+	t.Logf("cold start: %s to the answer, the server's own start %s (medians of %d)", all[tries/2], own[tries/2], tries)
+	require.LessOrEqual(t, all[tries/2], own[tries/2]+bound)
+}
+
+// ownStart is how long the server takes from its start to its first answer, with nothing in between.
+func ownStart(t *testing.T, bin, sim string) time.Duration {
+	t.Helper()
+	addr := freeAddr(t)
+	began := time.Now()
+	cmd := exec.Command(bin, "-name", "alone", "-preloaded=true", "-vram", "1GiB", "-addr", addr, "-sim-dir", sim)
+	require.NoError(t, cmd.Start())
+	defer func() { _ = cmd.Process.Kill(); _ = cmd.Wait() }()
+	for {
+		resp, err := http.Post("http://"+addr+"/synthesize", "", strings.NewReader("hello"))
+		if err == nil {
+			_ = resp.Body.Close()
+			return time.Since(began)
+		}
+		require.Less(t, time.Since(began), patience)
+		time.Sleep(time.Millisecond)
+	}
+}
