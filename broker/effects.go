@@ -206,7 +206,7 @@ func (b *Broker) probe(ctx context.Context, name string, driver lifecycle.Driver
 
 // said is what a server's report says of one of its slots.
 func said(sl *slot, r lifecycle.Report, sent time.Time) scheduler.Probed {
-	e := scheduler.Probed{Slot: sl.name, Sent: sent, Outcome: probeOutcomes[r.Outcome], Detail: r.Detail, Loaded: tris[r.Loaded], Resident: r.Resident}
+	e := scheduler.Probed{Slot: sl.name, Sent: sent, Outcome: probeOutcomes[r.Outcome], Detail: r.Detail, Stopped: r.Stopped, Loaded: tris[r.Loaded], Resident: r.Resident}
 	if sl.model == "" {
 		return e
 	}

@@ -53,7 +53,9 @@ type Report struct {
 	Resident gpu.Bytes // how much of it; -1 if it does not say
 	// Models are those that it holds, where Traits.Models; nil: it did not say.
 	Models []Model
-	Busy   Tri // does it work, whoever asked it to? Unknown, unless the probe told without a request of its own
+	// Stopped says that the server does not run, which its driver would start: that is no fault.
+	Stopped bool
+	Busy    Tri // does it work, whoever asked it to? Unknown, unless the probe told without a request of its own
 }
 
 // Model is one model that a server says it holds.

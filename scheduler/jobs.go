@@ -113,7 +113,7 @@ func (s *State) refusesSlot(sl *slot) *Refusal {
 // open says whether a job of the slot could run now, were the lock free.
 func (s *State) open(sl *slot, j *job) bool {
 	return s.cfg.Mode == Passthrough || sl.cfg.Cloud ||
-		!sl.lent && sl.dead == "" && sl.state == Ready && !sl.gate.closed && sl.health == healthGood && sl.hasPlace(j)
+		!sl.lent && sl.dead == "" && !sl.suspect && sl.state == Ready && !sl.gate.closed && sl.health == healthGood && sl.hasPlace(j)
 }
 
 // hasPlace says whether one more job may run on the slot. Putting work into the
@@ -304,6 +304,7 @@ func (s *State) release(now time.Time, id JobID, outcome Outcome) {
 	case DialRefused:
 		s.refused(now, sl)
 	case ServerDied:
+		sl.suspect = sl.cfg.Starts && sl.state == Ready
 		s.emit(Effect{Kind: ProbeNow, Slot: sl.cfg.Name})
 	}
 	if s.waiting > 0 || sl.gate.closed || sl.gone || warmed || s.lending || len(s.cfg.Restore) > 0 { // a transition that ends lets another begin
@@ -383,7 +384,11 @@ func (s *State) refused(now time.Time, sl *slot) {
 	if sl.health == healthGood {
 		sl.health, sl.timeouts = healthUnknown, 0
 	}
-	if s.cfg.Mode == Evicting && sl.state == Ready && !sl.busy() {
+	switch {
+	case s.cfg.Mode != Evicting || sl.state != Ready || sl.busy():
+	case sl.cfg.Starts:
+		s.fall(now, sl, "a connection to it was refused")
+	default:
 		s.vanish(now, sl, "a connection to its server was refused")
 	}
 	sl.since = now

@@ -157,7 +157,7 @@ func (s *State) probed(now time.Time, e Probed) {
 		if sl.health == healthBad {
 			s.decide(Decision{At: now, Kind: "healthy", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: "its server answers again"})
 		}
-		sl.health, sl.timeouts, sl.detail = healthGood, 0, ""
+		sl.health, sl.timeouts, sl.detail, sl.suspect = healthGood, 0, "", false
 		if s.cfg.Mode == Evicting {
 			s.told(now, sl, e)
 		}
@@ -188,7 +188,11 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 		}
 		s.to(now, sl, Idle)
 	case e.Loaded == No && sl.state == Ready && !sl.busy() && !sl.warming && !e.Sent.Before(sl.lastUse): // the newer wins
-		s.vanish(now, sl, "its server says that it is not loaded any more")
+		if e.Stopped {
+			s.fall(now, sl, "it does not run any more")
+		} else {
+			s.vanish(now, sl, "its server says that it is not loaded any more")
+		}
 	}
 	if e.Resident > 0 && sl.state == Ready {
 		for _, h := range sl.on { // its word may raise a booking, never lower it

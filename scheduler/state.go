@@ -140,6 +140,7 @@ type slot struct {
 	restoring bool      // it is being loaded again since its GPU is idle
 	evicted   bool      // it was unloaded for another, and not asked for since
 	dead      string    // how its server ended, while jobs that ran there have not ended yet; empty: it lives
+	suspect   bool      // an answer of a server that the driver starts broke off: nothing enters before it is known whether it lives
 	deaths    int       // in a row, each soon after it was loaded
 	reviving  bool      // it is to be loaded again since its server died
 	renewing  bool      // it was said that its driver may be replaced
@@ -360,7 +361,7 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 		sl.readyAt, sl.idleAt, sl.started, sl.emptyAt = now, now, 0, time.Time{}
 	}
 	if state != Ready {
-		sl.warming, sl.dead = false, ""
+		sl.warming, sl.dead, sl.suspect = false, "", false
 	}
 	if state == Idle { // there is nothing left to be unloaded
 		if t := sl.gate.target; t != nil && t.want.victim == sl {

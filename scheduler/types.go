@@ -186,6 +186,7 @@ type (
 		Sent     time.Time
 		Outcome  ProbeOutcome
 		Detail   string
+		Stopped  bool // the server, which its driver starts, does not run
 		Loaded   Tri
 		Resident gpu.Bytes // -1: not told
 	}

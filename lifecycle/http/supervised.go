@@ -1,5 +1,7 @@
 package httplife
 
+import "strings"
+
 // SaysOutOfMemory tells whether a text that a server has written is about memory of the GPU that is lacking.
 func SaysOutOfMemory(text string) bool { return saysOutOfMemory([]byte(text)) }
 
@@ -10,4 +12,17 @@ func (d *driver) Restarted() {
 	d.jobs.mu.Lock()
 	d.jobs.ids = nil
 	d.jobs.mu.Unlock()
+}
+
+// Redactor returns what hides these values in a text, in the forms in which a
+// server may write them. Very short ones are not hidden: half of the text would be.
+func Redactor(values []string) func(string) string {
+	var secret secretSet
+	for _, v := range values {
+		secret.addPart(v)
+		for _, line := range strings.Split(v, "\n") {
+			secret.addPart(strings.TrimSpace(line))
+		}
+	}
+	return secret.redactor().replacer.Replace
 }

@@ -56,6 +56,9 @@ func New(means Means, routes lifecycle.Guest, deps lifecycle.Deps) (lifecycle.Su
 	if err := sample.Close(); err != nil {
 		return nil, err
 	}
+	if d.routes.Starts {
+		return nil, d.wrap("server", errors.New("its lifecycle starts a server itself: give one that speaks to a server, such as http"))
+	}
 	d.ctx, d.cancel = context.WithCancel(context.Background())
 	return d, nil
 }
@@ -90,6 +93,7 @@ func (d *driver) Probe(ctx context.Context) lifecycle.Report {
 	}
 	if r == nil {
 		report.Outcome, report.Loaded, report.Busy, report.Detail = lifecycle.Answered, lifecycle.No, lifecycle.No, "it does not run"
+		report.Stopped = true
 		if d.routes.Models {
 			report.Models = []lifecycle.Model{}
 		}

@@ -47,6 +47,8 @@ type server struct {
 	failing struct{ start, stop, running error }
 	mute    bool // it starts but does not listen
 	closed  bool
+	// starting is called in a start, once.
+	starting func()
 }
 
 func newServer(t *testing.T) *server {
@@ -60,6 +62,10 @@ func newServer(t *testing.T) *server {
 }
 
 func (s *server) Start(_ context.Context, t lifecycle.Target) (string, error) {
+	if f := s.starting; f != nil {
+		s.starting = nil
+		f()
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.runs {

@@ -68,6 +68,9 @@ func (d *driver) start(ctx context.Context, t lifecycle.Target) (*run, error) {
 	if err != nil {
 		return nil, err
 	}
+	if !running {
+		d.noteGone(ctx)
+	}
 	upstream, err := d.means.Start(ctx, t)
 	if err != nil {
 		if !running { // half a start may come true later
@@ -84,19 +87,21 @@ func (d *driver) start(ctx context.Context, t lifecycle.Target) (*run, error) {
 
 // started is the run of the server that Start has returned. fresh: it did not run before.
 func (d *driver) started(ended <-chan struct{}, upstream string, fresh bool) (*run, error) {
-	d.settle()
+	d.supersede(ended, upstream)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	r := d.now
-	if r == nil || r.over || r.ended != ended || d.upstream != upstream {
-		var err error
-		if r, err = d.begin(ended, upstream); err != nil {
+	if d.closed {
+		return nil, errClosed
+	}
+	if !d.continues(ended, upstream) {
+		if _, err := d.begin(ended, upstream); err != nil {
 			return nil, err
 		}
-		r.foreign = !fresh
+		d.now.foreign = !fresh
 	} else if fresh { // a probe has seen it first
-		r.foreign = false
+		d.now.foreign = false
 	}
+	r := d.now
 	if s, ok := r.routes.(restarter); ok && fresh {
 		s.Restarted()
 	}
@@ -110,9 +115,10 @@ func (d *driver) ready(ctx context.Context, r *run, t lifecycle.Target) error {
 	defer cancel()
 	defer context.AfterFunc(r.ctx, cancel)()
 	err := d.byRoutes(within, r, t)
-	if err == nil || r.ctx.Err() == nil {
+	if r.ctx.Err() == nil {
 		return err
 	}
+	// Also if somebody has answered: that was another server, or its last word.
 	why := d.means.Why()
 	text := fmt.Errorf("%w before it was ready: %s", errEnded, why)
 	if httplife.SaysOutOfMemory(why) || httplife.SaysOutOfMemory(strings.Join(d.means.State().Output, "\n")) {

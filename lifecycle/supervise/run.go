@@ -4,26 +4,30 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
 // run is the server from one start to its end.
 type run struct {
-	ended  <-chan struct{} // of the means; nil: nobody could tell
 	routes lifecycle.Driver
 	// ctx ends when the run has, after Died has been told if it is to be.
 	ctx    context.Context
 	finish context.CancelFunc
 
 	// The driver's mutex guards these.
-	told     bool // it was told to end
+	ended    <-chan struct{} // of the means; nil: nobody could tell
+	told     bool            // it was told to end
 	over     bool
 	loads    int  // that wait for it
 	ready    bool // a load has succeeded
 	foreign  bool // it ran before this driver started anything
 	unloaded bool // by its route, and not loaded since
 }
+
+// lateNews is how long after a server was found not to run its watch may still tell it.
+const lateNews = time.Second
 
 var (
 	errClosed    = errors.New("the configuration that it belongs to is gone")
@@ -33,53 +37,65 @@ var (
 // adopt returns the run of the server that runs now and listens at upstream.
 // One that is not known yet was started by somebody else.
 func (d *driver) adopt(upstream string) (*run, error) {
-	r, found, err := d.current(d.means.Ended(), cmp.Or(d.deps.Upstream, upstream), true)
-	if found || err != nil {
-		return r, err
-	}
-	d.settle()
-	r, _, err = d.current(d.means.Ended(), cmp.Or(d.deps.Upstream, upstream), false)
-	return r, err
-}
-
-// current returns the latest run if it is the one that ends with ended, else,
-// unless only such a one is looked for, it makes a new one.
-func (d *driver) current(ended <-chan struct{}, upstream string, only bool) (r *run, found bool, err error) {
+	ended, upstream := d.means.Ended(), cmp.Or(d.deps.Upstream, upstream)
+	d.supersede(ended, upstream)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.now != nil && !d.now.over && d.now.ended == ended && d.upstream == upstream {
-		return d.now, true, nil
+	if d.continues(ended, upstream) {
+		return d.now, nil
 	}
-	if only {
-		return nil, false, nil
-	}
-	r, err = d.begin(ended, upstream)
+	r, err := d.begin(ended, upstream)
 	if err == nil {
 		r.foreign = true
 	}
-	return r, false, err
+	return r, err
 }
 
-// settle waits until the end of the latest run is told, if it has ended or could not be watched.
+// supersede ends the latest run if it is another that runs now.
+func (d *driver) supersede(ended <-chan struct{}, upstream string) {
+	d.mu.Lock()
+	r := d.now
+	over := r != nil && !d.continues(ended, upstream)
+	d.mu.Unlock()
+	if over {
+		d.end(r)
+	}
+}
+
+// continues says whether the latest run goes on, and watches it if only now
+// somebody can tell its end. The caller holds mu.
+func (d *driver) continues(ended <-chan struct{}, upstream string) bool {
+	r := d.now
+	switch {
+	case r == nil || r.over || d.upstream != upstream:
+		return false
+	case r.ended == nil && ended != nil:
+		r.ended = ended
+		d.watches.Go(func() { d.watch(r, ended) })
+		return true
+	default:
+		return ended == nil || ended == r.ended
+	}
+}
+
+// settle waits until the end of the latest run is told, if it has ended.
 func (d *driver) settle() {
 	d.mu.Lock()
 	r := d.now
-	over := r != nil && r.over
+	var ended <-chan struct{}
+	over := false
+	if r != nil {
+		ended, over = r.ended, r.over
+	}
 	d.mu.Unlock()
-	switch {
-	case r == nil:
-		return
-	case over:
-	case r.ended == nil:
-		d.end(r)
-	default:
+	if !over {
 		select {
-		case <-r.ended:
+		case <-ended:
 		default:
 			return
 		}
 	}
-	<-r.ctx.Done()
+	d.end(r)
 }
 
 // begin makes a run the latest. The caller holds mu.
@@ -109,21 +125,44 @@ func (d *driver) begin(ended <-chan struct{}, upstream string) (*run, error) {
 	}
 	d.now = r
 	if ended != nil {
-		d.watches.Go(func() { d.watch(r) })
+		d.watches.Go(func() { d.watch(r, ended) })
 	}
 	return r, nil
 }
 
+// noteGone is settle for a server that was found not to run: if that is watched, the news may be on its way.
+func (d *driver) noteGone(ctx context.Context) {
+	d.mu.Lock()
+	r := d.now
+	watched := r != nil && r.ended != nil
+	d.mu.Unlock()
+	if r == nil {
+		return
+	}
+	if watched {
+		late := time.NewTimer(lateNews)
+		defer late.Stop()
+		select {
+		case <-r.ctx.Done():
+		case <-late.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+	d.end(r)
+}
+
 // watch waits for the end of a run.
-func (d *driver) watch(r *run) {
+func (d *driver) watch(r *run, ended <-chan struct{}) {
 	select {
 	case <-r.ctx.Done():
-	case <-r.ended:
+	case <-ended:
 		d.end(r)
 	}
 }
 
-// end notes that a run is over. The first to do so tells it, unless the server was told to end.
+// end notes that a run is over, and returns once that is told. The first to do
+// so tells it, unless the server was told to end.
 func (d *driver) end(r *run) {
 	d.mu.Lock()
 	first := !r.over
@@ -136,6 +175,7 @@ func (d *driver) end(r *run) {
 	if first {
 		r.finish()
 	}
+	<-r.ctx.Done()
 }
 
 // found notes that the server was found not to run. A run that is watched ends

@@ -3,6 +3,7 @@ package supervise_test
 import (
 	"context"
 	"net/http"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -37,7 +38,7 @@ func TestOneThatDoesNotRunIsWellAndNotLoaded(t *testing.T) {
 	s := newServer(t)
 	d, _ := open(t, s, models)
 	require.Equal(t, lifecycle.Report{Outcome: lifecycle.Answered, Loaded: lifecycle.No, Busy: lifecycle.No, Resident: -1,
-		Models: []lifecycle.Model{}, Detail: "it does not run"}, d.Probe(t.Context()))
+		Models: []lifecycle.Model{}, Detail: "it does not run", Stopped: true}, d.Probe(t.Context()))
 	busy, err := d.Busy(t.Context(), whole)
 	require.NoError(t, err)
 	require.False(t, busy)
@@ -309,12 +310,43 @@ func TestAMeansThatCantWatchIsFoundOutByAProbe(t *testing.T) {
 	s.blind = true
 	d, told := open(t, s, plain)
 	require.NoError(t, d.Load(within(t, patience), whole))
+	require.NoError(t, d.Load(within(t, patience), whole))
+	d.Probe(t.Context())
+	told.none(t)
 	s.end("gone")
 	d.Probe(t.Context())
 	require.Equal(t, "gone", told.once(t))
 	d.Probe(t.Context())
 	told.none(t)
 	require.False(t, d.Running())
+}
+
+func TestAMeansThatCanWatchAgainDoes(t *testing.T) {
+	s := newServer(t)
+	s.blind = true
+	d, told := open(t, s, plain)
+	require.NoError(t, d.Load(within(t, patience), whole))
+	s.fail(func() { s.blind = false })
+	d.Probe(t.Context())
+	s.fail(func() { s.blind = true })
+	d.Probe(t.Context())
+	told.none(t)
+	s.end("gone")
+	require.Equal(t, "gone", told.once(t))
+	d.Probe(t.Context())
+	told.none(t)
+}
+
+func TestAServerThatSomebodyElseStartedAnewHasDied(t *testing.T) {
+	s := newServer(t)
+	d, told := open(t, s, plain)
+	require.NoError(t, d.Load(within(t, patience), whole))
+	s.fail(func() { s.ended, s.why = make(chan struct{}), "replaced" })
+	require.Equal(t, lifecycle.Yes, d.Probe(t.Context()).Loaded)
+	require.Equal(t, "replaced", told.once(t))
+	require.True(t, d.Running())
+	s.end("gone")
+	require.Equal(t, "gone", told.once(t))
 }
 
 func TestOneThatRunsAlreadyIsFoundAndWatched(t *testing.T) {
@@ -390,6 +422,24 @@ func TestCloseStopsTheServerAndEndsALoad(t *testing.T) {
 	require.ErrorContains(t, d.Load(within(t, patience), whole), "configuration that it belongs to is gone")
 	require.Equal(t, 1, s.starts)
 	require.Equal(t, lifecycle.No, d.Probe(t.Context()).Loaded)
+}
+
+func TestCloseInAStartStopsWhatItStarts(t *testing.T) {
+	s := newServer(t)
+	d, told := open(t, s, plain)
+	closing := make(chan error, 1)
+	s.starting = func() {
+		go func() { closing <- d.Close() }()
+		require.Eventually(t, func() bool { // it is closed, and waits
+			err := d.Load(within(t, time.Millisecond), whole)
+			return err != nil && strings.Contains(err.Error(), "is gone")
+		}, patience, time.Millisecond)
+	}
+	require.Error(t, d.Load(within(t, patience), whole))
+	require.NoError(t, <-closing)
+	require.False(t, d.Running())
+	require.False(t, d.State().Running)
+	told.none(t)
 }
 
 func TestNobodySaysWhereItListens(t *testing.T) {

@@ -63,14 +63,23 @@ func supervised(t *testing.T, global string, others []consumer, all ...started) 
 	return s
 }
 
-// portRange is a range of ports of which the first is free now.
+// portRange is a range of ports that no other test of this process has.
 func portRange(t *testing.T) string {
 	t.Helper()
-	_, port, err := net.SplitHostPort(freeAddr(t))
-	require.NoError(t, err)
-	n, err := strconv.Atoi(port)
-	require.NoError(t, err)
-	return fmt.Sprintf("%d-%d", n, min(n+20, 65535))
+	const count = 4
+	for {
+		var got []int
+		for range count {
+			_, port, err := net.SplitHostPort(freeAddr(t))
+			require.NoError(t, err)
+			n, err := strconv.Atoi(port)
+			require.NoError(t, err)
+			got = append(got, n)
+		}
+		if got[count-1]-got[0] == count-1 { // else others were given out meanwhile
+			return fmt.Sprintf("%d-%d", got[0], got[count-1])
+		}
+	}
 }
 
 func (s *site) process(name string) lifecycle.State {

@@ -1,0 +1,223 @@
+//go:build linux
+
+package process_test
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
+
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/process"
+)
+
+// workersOf waits until a server's group has its guard and so many workers, and returns them all.
+func workersOf(t *testing.T, server, want int) []int {
+	t.Helper()
+	var members []int
+	require.Eventually(t, func() bool {
+		members = slices.DeleteFunc(process.GroupOf(server), func(pid int) bool { return pid == server })
+		return len(members) == want+1
+	}, patience, time.Millisecond)
+	return members
+}
+
+// carriers are the processes that carry the mark of the only record in dir.
+func carriers(t *testing.T, dir string) []int {
+	t.Helper()
+	marks := process.Records(dir)
+	require.Len(t, marks, 1)
+	entries, err := os.ReadDir("/proc")
+	require.NoError(t, err)
+	var pids []int
+	for _, e := range entries {
+		environ, err := os.ReadFile(filepath.Join("/proc", e.Name(), "environ"))
+		if err != nil || !strings.Contains(string(environ), "GPU_BROKER_CHILD="+marks[0]) {
+			continue
+		}
+		pids = append(pids, pidOf(t, e.Name()))
+	}
+	return pids
+}
+
+func pidOf(t *testing.T, text string) (pid int) {
+	t.Helper()
+	for _, c := range text {
+		require.True(t, c >= '0' && c <= '9', text)
+		pid = 10*pid + int(c-'0')
+	}
+	return pid
+}
+
+func reap(t *testing.T, dir string) int {
+	t.Helper()
+	n, err := process.Reap(dir, zap.NewNop())
+	require.NoError(t, err)
+	return n
+}
+
+func TestFC28AKilledCaddyLeavesNoServerAndNoWorkerAtOnce(t *testing.T) {
+	for name, args := range map[string][]string{
+		"a server":                   {"-workers", "0"},
+		"with workers":               {"-workers", "3"},
+		"with workers that are deaf": {"-workers", "3", "-deafworkers", "-deaf"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			c := startCaddy(t, settings(onPort(args...)), dir)
+			require.NotZero(t, c.server, c.told)
+			rest := workersOf(t, c.server, int(args[1][0]-'0'))
+			c.kill()
+			began := time.Now()
+			soonGone(t, append(rest, c.server)...)
+			t.Logf("gone after %s", time.Since(began))
+			require.Zero(t, reap(t, dir))
+			require.Empty(t, process.Records(dir), "the record has served")
+		})
+	}
+}
+
+func TestFC28WhatLeftTheGroupOfAKilledCaddyIsReapedAtTheNextStart(t *testing.T) {
+	for name, args := range map[string][]string{
+		"it heeds the signal": {"-workers", "2", "-setsid"},
+		"it is deaf":          {"-workers", "2", "-setsid", "-deafworkers"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			c := startCaddy(t, settings(onPort(args...)), dir)
+			require.NotZero(t, c.server, c.told)
+			var all []int
+			require.Eventually(t, func() bool {
+				all = carriers(t, dir)
+				return len(all) == 4 // the server, its guard, and two
+			}, patience, 10*time.Millisecond)
+
+			require.Zero(t, reap(t, dir), "its Caddy lives")
+			require.NotZero(t, process.StartOf(c.server))
+			require.Len(t, process.Records(dir), 1)
+
+			c.kill()
+			soonGone(t, c.server)
+			require.Eventually(t, func() bool { return len(carriers(t, dir)) == 2 }, prompt, time.Millisecond, "they have survived")
+			require.Equal(t, 2, reap(t, dir))
+			gone(t, all...)
+			require.Empty(t, process.Records(dir))
+			require.Zero(t, reap(t, dir))
+		})
+	}
+}
+
+func TestWithoutAShellTheServerStillDiesAndItsWorkersAreReaped(t *testing.T) {
+	dir := t.TempDir()
+	c := startCaddy(t, settings(onPort("-workers", "2")), dir, func(cmd *exec.Cmd) { cmd.Env = append(cmd.Env, "TEST_SHELL=/no/such/sh") })
+	require.NotZero(t, c.server, c.told)
+	var all []int
+	require.Eventually(t, func() bool {
+		all = carriers(t, dir)
+		return len(all) == 3
+	}, patience, 10*time.Millisecond)
+	c.kill()
+	soonGone(t, c.server)
+	require.Equal(t, 2, reap(t, dir))
+	gone(t, all...)
+}
+
+func TestThatThereIsNoShellIsToldOnce(t *testing.T) {
+	t.Cleanup(process.SetShell("/no/such/sh"))
+	core, logs := observer.New(zapcore.WarnLevel)
+	o := open(t, settings(onPort("-workers", "1")), func(deps *lifecycle.Deps) { deps.Logger = zap.New(core) })
+	for range 2 {
+		pid := o.load(t)
+		workers := o.workers(t, 1)
+		o.unload(t)
+		gone(t, append(workers, pid)...)
+	}
+	require.Equal(t, 1, logs.FilterMessageSnippet("there is no /no/such/sh").Len())
+}
+
+// stranger is a process that nobody here may touch.
+func stranger(t *testing.T) int {
+	t.Helper()
+	cmd := exec.Command(me)
+	cmd.Env = append(os.Environ(), roleVariable+"=server")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	})
+	return cmd.Process.Pid
+}
+
+func TestAStrangerWithAReusedNumberIsNotTouched(t *testing.T) {
+	pid := stranger(t)
+	start := process.StartOf(pid)
+	deadOwner := func(dir, boot string, leaderStart uint64) {
+		require.NoError(t, process.Forge(dir, "MARK", boot, os.Getpid(), pid, process.StartOf(os.Getpid())-1, leaderStart))
+	}
+	for name, forge := range map[string]func(dir string){
+		"it started at another time": func(dir string) { deadOwner(dir, process.BootID(), start-1) },
+		"the host was booted since":  func(dir string) { deadOwner(dir, "another", start) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			forge(dir)
+			require.Len(t, process.Records(dir), 1)
+			require.Zero(t, reap(t, dir))
+			require.Equal(t, start, process.StartOf(pid))
+			require.Empty(t, process.Records(dir))
+		})
+	}
+	t.Run("else it would be ended", func(t *testing.T) {
+		dir := t.TempDir()
+		deadOwner(dir, process.BootID(), start)
+		require.Equal(t, 1, reap(t, dir))
+		gone(t, pid)
+	})
+}
+
+func TestTwoCaddysDoNotGiveAwayTheSamePort(t *testing.T) {
+	config := settings([]string{"-port", "{gpu_broker.port}"})
+	addresses := make(chan string, 2)
+	for range cap(addresses) {
+		go func() { addresses <- startCaddy(t, config, t.TempDir()).address }()
+	}
+	first, second := <-addresses, <-addresses
+	require.NotEmpty(t, first)
+	require.NotEmpty(t, second)
+	require.NotEqual(t, first, second)
+}
+
+func TestReapWithoutRecordsIsNoError(t *testing.T) {
+	require.Zero(t, reap(t, ""))
+	require.Zero(t, reap(t, filepath.Join(t.TempDir(), "not there")))
+}
+
+func TestARecordThatCantBeReadIsToldAndDoesNotKeepTheOthersFromBeingReaped(t *testing.T) {
+	dir, pid := t.TempDir(), stranger(t)
+	require.NoError(t, process.Forge(dir, "MARK", process.BootID(), os.Getpid(), pid, 1, process.StartOf(pid)))
+	broken := filepath.Join(dir, "processes", "OTHER.json")
+	require.NoError(t, os.WriteFile(broken, []byte("{"), 0o600))
+	n, err := process.Reap(dir, zap.NewNop())
+	require.ErrorContains(t, err, broken)
+	require.Equal(t, 1, n)
+	gone(t, pid)
+}
+
+func TestAServerIsStartedThoughItsRecordCantBeKept(t *testing.T) {
+	notAFolder := filepath.Join(t.TempDir(), "file")
+	require.NoError(t, os.WriteFile(notAFolder, nil, 0o600))
+	o := open(t, settings(onPort()), func(deps *lifecycle.Deps) { deps.Dir = notAFolder })
+	o.load(t)
+	require.NotZero(t, o.logs.FilterMessageSnippet("record can't be kept").Len())
+}
