@@ -70,6 +70,8 @@ func (s *State) revive(now time.Time) {
 // mute is a probe without a good answer of a server that the driver starts. It
 // is no reason to refuse: one that lives and does not answer is stopped, and the next request starts it.
 func (s *State) mute(now time.Time, sl *slot, e Probed) {
+	defer s.pump(now)
+	sl.health, sl.detail = healthGood, e.Detail
 	if s.cfg.Mode != Evicting || sl.state != Ready || sl.busy() || sl.gate.closed || e.Sent.Before(sl.idleAt) {
 		return
 	}
@@ -83,7 +85,6 @@ func (s *State) mute(now time.Time, sl *slot, e Probed) {
 	sl.timeouts = 0
 	s.decide(Decision{At: now, Kind: "unhealthy", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: orElse(e.Detail, "it does not answer") + ": it is stopped"})
 	sl.gate = gate{closed: true, since: now, clear: true}
-	s.pump(now)
 }
 
 // renew unloads a slot whose driver is to be replaced, and says when that can be done.

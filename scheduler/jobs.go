@@ -381,14 +381,14 @@ func (s *State) refused(now time.Time, sl *slot) {
 	if !sl.cfg.CanProbe {
 		return
 	}
+	if sl.cfg.Starts { // it is dying, or comes up anew: a probe, or Died, tells
+		sl.suspect = sl.state == Ready
+		return
+	}
 	if sl.health == healthGood {
 		sl.health, sl.timeouts = healthUnknown, 0
 	}
-	switch {
-	case s.cfg.Mode != Evicting || sl.state != Ready || sl.busy():
-	case sl.cfg.Starts:
-		s.fall(now, sl, "a connection to it was refused")
-	default:
+	if s.cfg.Mode == Evicting && sl.state == Ready && !sl.busy() {
 		s.vanish(now, sl, "a connection to its server was refused")
 	}
 	sl.since = now

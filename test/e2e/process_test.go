@@ -301,6 +301,8 @@ func TestServerThatKeepsDyingBacksOff(t *testing.T) {
 	s := supervised(t, "", nil, started{name: "one", vram: "7GiB", args: "-faults `{\"die_on_request\":true}`"})
 	require.Equal(t, 502, s.post("/one/synthesize", "x").status)
 	require.Equal(t, 502, s.post("/one/synthesize", "x").status, "it is started again at once after the first time")
+	s.until("its death is known", func() bool { return s.slotOf("one") == "IDLE" })
+	require.NotEmpty(t, s.status().Consumers["one"].Slots[0].CoolsUntil)
 	began := time.Now()
 	require.Equal(t, 502, s.post("/one/synthesize", "x").status)
 	require.Greater(t, time.Since(began), 500*time.Millisecond, "it cools down")
