@@ -62,7 +62,7 @@ e2e: build bin/gotestsum ## end to end through a real Caddy, the demo's own line
 # Bounds on time run by themselves, one after the other; what they measured is shown.
 .PHONY: bench
 bench: build bin/gotestsum ## every bound on time, with the figures, and all benchmarks
-	$(TEST) -count=1 -p 1 -parallel 1 -run '^TestAlone' . ./broker/... ./scheduler/... ./simulate/... ./test/e2e/...
+	$(TEST) -count=1 -p 1 -parallel 1 -run '^TestAlone' . ./broker/... ./scheduler/... ./simulate/... ./lifecycle/process/... ./test/e2e/...
 	@grep -hoE '"Output":" +[a-z]+_test.go:[^"]*' $(RESULTS)/$@.json | cut -d'"' -f4 | sed 's/\\n$$//; s/\\t/ /g'
 	$(GO) test -run '^$$' -bench . -benchmem -benchtime 0.3s $(UNIT) | grep -E '^(Benchmark|FAIL|panic)'
 

@@ -63,6 +63,7 @@ func ModelConfig(of scheduler.SlotConfig, c *config.Consumer, m *config.Model, t
 	if m.Concurrency > 0 {
 		of.Concurrency = m.Concurrency
 	}
-	of.CanLoad, of.CanUnload, of.CanTell = t.LoadModel, t.UnloadModel, t.Models
+	of.CanLoad = t.LoadModel || t.Starts // its server may have to be started for it
+	of.CanUnload, of.CanTell = t.UnloadModel, t.Models
 	return of
 }

@@ -14,8 +14,8 @@ import (
 // servers share them, and the rules of service.
 type Broker struct {
 	// Where GPU facts come from: a module of the namespace `gpu_broker.samplers`,
-	// chosen by `driver`: `auto`, `nvml`, `nvidia_smi`, `static` or `simulated`.
-	// Default: `auto`, the first of nvml and nvidia_smi that works.
+	// chosen by `driver`: `auto`, `nvml`, `nvidia_smi`, `amdgpu`, `static` or `simulated`.
+	// Default: `auto`, the first of nvml, nvidia_smi and amdgpu that works.
 	GPURaw json.RawMessage `json:"gpu,omitempty" caddy:"namespace=gpu_broker.samplers inline_key=driver"`
 
 	// What the scheduler does: `evicting` (queue, lock, loads and evictions),
