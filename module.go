@@ -13,6 +13,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"sync"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -20,6 +21,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
+	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
@@ -27,8 +29,11 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	_ "github.com/gpu-broker/caddy-gpu-broker/gpu/samplers" // every sampler
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+	_ "github.com/gpu-broker/caddy-gpu-broker/lifecycle/docker" // a server that Docker starts
 	httplife "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/presets"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/process"
+	_ "github.com/gpu-broker/caddy-gpu-broker/lifecycle/systemd" // a server that systemd starts
 )
 
 func init() {
@@ -128,7 +133,9 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 		g.Keys[c.Name] = hash(raw, []byte(values), []byte(c.Upstream), []byte(time.Duration(a.ProbeTimeout).String()), []byte(time.Duration(c.UnloadTimeout).String()))
 	}
 	for _, c := range a.Consumers {
-		a.starts[c.Name] = a.starts[c.Name] || a.starts[c.Shares]
+		if a.starts[c.Shares] {
+			a.starts[c.Name] = true
+		}
 	}
 	return errors.Join(faults...)
 }
@@ -140,10 +147,7 @@ func source(c *config.Consumer) string {
 	return " (" + c.Source + ")"
 }
 
-func lookUpPreset(name string) (json.RawMessage, []string, bool) {
-	p, ok := presets.Get(name)
-	return p, presets.Names(), ok
-}
+func lookUpPreset(name string) (json.RawMessage, []string, error) { return presets.Load(name) }
 
 func hash(parts ...[]byte) string {
 	h := sha256.New()
@@ -157,11 +161,32 @@ func hash(parts ...[]byte) string {
 // Start hands this configuration in. It rules as soon as Caddy stops the one
 // before it, after all apps have started.
 func (a *App) Start() error {
+	a.reap()
 	if err := a.pool.broker.Push(a.generation); err != nil {
 		return err
 	}
 	active.Store(a.pool) // not before: what is set on the admin endpoint must find what was stored
 	return nil
+}
+
+// reaped is done once in a process.
+var reaped sync.Once
+
+// reap ends the servers that an earlier Caddy has started and could not stop, as it was killed. What they
+// hold of the GPUs would be a stranger's for ever.
+func (a *App) reap() {
+	if len(a.starts) == 0 {
+		return
+	}
+	reaped.Do(func() {
+		n, err := process.Reap(a.generation.Dir, a.generation.Logger)
+		if err != nil {
+			a.generation.Logger.Error("servers of an earlier Caddy may run on", zap.Error(err))
+		}
+		if n > 0 {
+			a.generation.Logger.Warn("servers that an earlier Caddy had started were ended", zap.Int("count", n))
+		}
+	})
 }
 
 // errNotStarted says that a configuration did not come to rule in time.

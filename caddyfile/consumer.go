@@ -221,12 +221,15 @@ func (l *lifecycle) httpWords() map[string]word {
 		},
 	}
 	s := newSaid(nil)
-	tag, remember := "", false
-	words["model_tag"] = func(d *caddyfile.Dispenser) error {
-		l.noteHTTP(d)
-		err := single(s, &tag, "latest", anyText)(d)
-		l.http["model_tag"] = tag
-		return err
+	remember := false
+	for word, example := range map[string]string{"model_tag": "latest", "model_name": "NAME"} {
+		words[word] = func(d *caddyfile.Dispenser) error {
+			l.noteHTTP(d)
+			text, _ := l.http[word].(string)
+			err := single(s, &text, example, anyText)(d)
+			l.http[word] = text
+			return err
+		}
 	}
 	words["remember"] = func(d *caddyfile.Dispenser) error {
 		l.noteHTTP(d)

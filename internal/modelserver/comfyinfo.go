@@ -19,32 +19,32 @@ func (c *comfy) execInfo(w http.ResponseWriter, _ *http.Request) {
 }
 
 // item is a prompt as /queue shows it: an array with the id at index 1.
-func (p *prompt) item() []any {
-	return []any{p.number, p.id, p.graph, map[string]string{"client_id": p.client}, []string{"1"}}
+func item(p *queued) []any {
+	return []any{p.number, p.id, p.asked, map[string]string{"client_id": p.client}, []string{"1"}}
 }
 
-func (c *comfy) queue(w http.ResponseWriter, _ *http.Request) {
+func (c *comfy) list(w http.ResponseWriter, _ *http.Request) {
 	c.l.s.mu.Lock()
 	running, pending := [][]any{}, [][]any{}
 	if c.running != nil {
-		running = append(running, c.running.item())
+		running = append(running, item(c.running))
 	}
 	for _, p := range c.pending {
-		pending = append(pending, p.item())
+		pending = append(pending, item(p))
 	}
 	c.l.s.mu.Unlock()
 	writeJSON(w, http.StatusOK, map[string]any{"queue_running": running, "queue_pending": pending})
 }
 
 // entry is a prompt as /history shows it. For holders of mu.
-func (p *prompt) entry() map[string]any {
+func entry(p *queued) map[string]any {
 	status := map[string]any{"status_str": "success", "completed": true, "messages": []any{}}
 	outputs := map[string]any{"1": map[string]any{
 		"images": []any{map[string]string{"filename": p.id + ".png", "subfolder": "", "type": "output"}},
 	}}
-	if p.failed {
+	if p.state != jobCompleted {
 		kind := "execution_error"
-		if p.message == "interrupted" {
+		if p.state == jobCancelled {
 			kind = "execution_interrupted"
 		}
 		status = map[string]any{"status_str": "error", "completed": false, "messages": []any{
@@ -52,7 +52,7 @@ func (p *prompt) entry() map[string]any {
 		}}
 		outputs = map[string]any{}
 	}
-	return map[string]any{"prompt": p.item(), "status": status, "outputs": outputs, "meta": struct{}{}}
+	return map[string]any{"prompt": item(p), "status": status, "outputs": outputs, "meta": struct{}{}}
 }
 
 func (c *comfy) allHistory(w http.ResponseWriter, r *http.Request) {
@@ -63,7 +63,7 @@ func (c *comfy) allHistory(w http.ResponseWriter, r *http.Request) {
 	c.l.s.mu.Lock()
 	out := map[string]any{}
 	for _, id := range c.order[max(0, len(c.order)-most):] {
-		out[id] = c.history[id].entry()
+		out[id] = entry(c.ended[id])
 	}
 	c.l.s.mu.Unlock()
 	writeJSON(w, http.StatusOK, out)
@@ -72,8 +72,8 @@ func (c *comfy) allHistory(w http.ResponseWriter, r *http.Request) {
 func (c *comfy) oneHistory(w http.ResponseWriter, r *http.Request) {
 	out := map[string]any{}
 	c.l.s.mu.Lock()
-	if p := c.history[r.PathValue("id")]; p != nil {
-		out[p.id] = p.entry()
+	if p := c.ended[r.PathValue("id")]; p != nil {
+		out[p.id] = entry(p)
 	}
 	c.l.s.mu.Unlock()
 	writeJSON(w, http.StatusOK, out)

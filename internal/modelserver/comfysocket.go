@@ -87,7 +87,7 @@ func (c *comfy) broadcast(text []byte) {
 }
 
 // tell sends to the socket of the client that submitted p.
-func (c *comfy) tell(p *prompt, kind string, data map[string]any) {
+func (c *comfy) tell(p *queued, kind string, data map[string]any) {
 	if data == nil {
 		data = map[string]any{}
 	}

@@ -1,9 +1,7 @@
 package modelserver
 
 import (
-	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net/http"
 	"regexp"
@@ -23,16 +21,8 @@ const (
 // comfy is a ComfyUI: POST /prompt only queues, and one worker runs the
 // prompts one by one. Its queue is guarded by Server.mu.
 type comfy struct {
-	l    *life
-	m    *model
-	mux  *http.ServeMux
-	wake chan struct{} // holds a token while there may be something for the worker
-
-	number  int
-	pending []*prompt
-	running *prompt
-	history map[string]*prompt
-	order   []string // of history, oldest first
+	*queue
+	mux *http.ServeMux
 
 	// What POST /free has asked for and the worker hasn't done yet.
 	unloadModels, freeMemory bool
@@ -40,32 +30,20 @@ type comfy struct {
 	sockets map[string]*socket
 }
 
-// prompt is one queued workflow.
-type prompt struct {
-	id        string
-	number    int
-	client    string
-	graph     json.RawMessage
-	run       time.Duration // negative: RunTime
-	interrupt context.CancelFunc
-	request   request
-
-	failed  bool
-	message string // why it failed
-}
-
 func newComfy(l *life) *comfy {
-	c := &comfy{
-		l: l, mux: http.NewServeMux(), wake: make(chan struct{}, 1),
-		history: map[string]*prompt{}, sockets: map[string]*socket{},
-	}
+	c := &comfy{mux: http.NewServeMux(), sockets: map[string]*socket{}}
 	for _, m := range l.models {
-		c.m = m
+		c.queue = newQueue(l, m, maxPending, maxHistory)
 	}
+	c.changed = func() { c.broadcast(statusMessage(c.remaining(), "")) }
+	c.between = c.takeFlags
+	c.begins = func(p *queued) { c.tell(p, "execution_start", nil) }
+	c.loads = func(p *queued) { c.tell(p, "executing", map[string]any{"node": "1"}) }
+	c.ends = c.tellEnd
 	for route, handler := range map[string]http.HandlerFunc{
 		"POST /prompt":       c.submit,
 		"GET /prompt":        c.execInfo,
-		"GET /queue":         c.queue,
+		"GET /queue":         c.list,
 		"POST /queue":        c.editQueue,
 		"GET /history":       c.allHistory,
 		"POST /history":      c.editHistory,
@@ -93,14 +71,6 @@ func newComfy(l *life) *comfy {
 }
 
 func (c *comfy) ServeHTTP(w http.ResponseWriter, r *http.Request) { c.mux.ServeHTTP(w, r) }
-
-// remaining is for holders of mu.
-func (c *comfy) remaining() int {
-	if c.running != nil {
-		return len(c.pending) + 1
-	}
-	return len(c.pending)
-}
 
 var canonicalUUID = regexp.MustCompile(`^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$`)
 
@@ -136,24 +106,15 @@ func (c *comfy) submit(w http.ResponseWriter, r *http.Request) {
 	case in.PromptID == "":
 		in.PromptID = uuid.NewString()
 	}
-	p := &prompt{id: in.PromptID, client: in.ClientID, graph: in.Prompt, run: runOf(in.MS, graph), request: requestOf(r.Context())}
+	p := &queued{id: in.PromptID, client: in.ClientID, asked: in.Prompt, run: runOf(in.MS, graph), request: requestOf(r.Context())}
 	s := c.l.s
 	s.mu.Lock()
-	if len(c.pending) >= maxPending {
-		s.mu.Unlock()
+	ok = c.add(p, in.Front)
+	s.mu.Unlock()
+	if !ok {
 		writeError(w, http.StatusServiceUnavailable, "the queue is full")
 		return
 	}
-	c.number++
-	p.number = c.number
-	if in.Front {
-		p.number = -p.number
-		c.pending = append([]*prompt{p}, c.pending...)
-	} else {
-		c.pending = append(c.pending, p)
-	}
-	c.queueChanged()
-	s.mu.Unlock()
 	writeJSON(w, http.StatusOK, map[string]any{"prompt_id": p.id, "number": p.number, "node_errors": struct{}{}})
 }
 
@@ -183,112 +144,19 @@ func runOf(ms *float64, graph map[string]json.RawMessage) time.Duration {
 	return time.Duration(*ms * float64(time.Millisecond))
 }
 
-// queueChanged wakes the worker and tells all sockets. For holders of mu.
-func (c *comfy) queueChanged() {
-	select {
-	case c.wake <- struct{}{}:
-	default: // it is awake
-	}
-	c.broadcast(statusMessage(c.remaining(), ""))
-	c.l.s.notify()
-}
-
-// work is the worker. It ends with the life.
-func (c *comfy) work() {
-	for {
-		c.runNext()
-		c.takeFlags()
+// tellEnd tells of a prompt's end.
+func (c *comfy) tellEnd(p *queued) {
+	switch p.state {
+	case jobCancelled:
 		c.l.s.mu.Lock()
-		more := len(c.pending) > 0
-		c.l.s.mu.Unlock()
-		if c.l.ctx.Err() != nil {
-			return
-		}
-		if more {
-			continue
-		}
-		select {
-		case <-c.wake:
-		case <-c.l.ctx.Done():
-			return
-		}
-	}
-}
-
-// runNext runs one prompt if there is one.
-func (c *comfy) runNext() {
-	s := c.l.s
-	s.mu.Lock()
-	if len(c.pending) == 0 || c.l.dead {
-		s.mu.Unlock()
-		return
-	}
-	p := c.pending[0]
-	c.pending = c.pending[1:]
-	c.running = p
-	ctx, cancel := context.WithCancel(c.l.ctx)
-	defer cancel()
-	p.interrupt = cancel
-	c.queueChanged()
-	s.mu.Unlock()
-
-	c.tell(p, "execution_start", nil)
-	err := c.execute(ctx, p)
-	if c.l.ctx.Err() != nil {
-		return
-	}
-	s.mu.Lock()
-	if err != nil {
-		p.failed, p.message = true, err.Error()
-		if errors.Is(err, context.Canceled) {
-			p.message = "interrupted"
-		}
-	}
-	c.running = nil
-	c.history[p.id] = p
-	c.order = append(c.order, p.id)
-	if len(c.order) > maxHistory {
-		delete(c.history, c.order[0])
-		c.order = c.order[1:]
-	}
-	c.queueChanged()
-	s.mu.Unlock()
-	switch {
-	case p.message == "interrupted":
-		s.mu.Lock()
 		c.broadcast(event("execution_interrupted", map[string]any{"prompt_id": p.id}))
-		s.mu.Unlock()
-	case p.failed:
+		c.l.s.mu.Unlock()
+	case jobFailed:
 		c.tell(p, "execution_error", map[string]any{"exception_message": p.message})
 	default:
 		c.tell(p, "executing", map[string]any{"node": nil})
 		c.tell(p, "execution_success", nil)
 	}
-}
-
-// execute loads the model if need be and computes.
-func (c *comfy) execute(ctx context.Context, p *prompt) error {
-	release, err := c.l.acquire(ctx, c.m, true)
-	if err != nil {
-		return err
-	}
-	defer release()
-	c.tell(p, "executing", map[string]any{"node": "1"})
-	end := c.l.beginWork(p.request, c.m)
-	if c.l.takeFault(func(f *Faults) bool { was := f.DieOnRequest; f.DieOnRequest = false; return was }) {
-		end(false)
-		c.l.dieOf("die_on_request")
-		return errDead
-	}
-	run := p.run
-	if run < 0 {
-		run = c.l.s.options().RunTime
-	}
-	if err = c.l.sleep(ctx, run); err == nil {
-		err = c.l.hangWhile(ctx, func(f Faults) bool { return f.HoldWork })
-	}
-	end(err == nil)
-	return err
 }
 
 // takeFlags does what POST /free has asked for, once, between two prompts.
@@ -325,10 +193,7 @@ func (c *comfy) free(w http.ResponseWriter, r *http.Request) {
 	s.mu.Lock()
 	c.unloadModels = c.unloadModels || in.UnloadModels
 	c.freeMemory = c.freeMemory || in.FreeMemory
-	select {
-	case c.wake <- struct{}{}:
-	default:
-	}
+	c.nudge()
 	s.mu.Unlock()
 	w.WriteHeader(http.StatusOK)
 }
@@ -347,7 +212,7 @@ func (c *comfy) interrupt(w http.ResponseWriter, r *http.Request) {
 	}
 	c.l.s.mu.Lock()
 	if p := c.running; p != nil && (in.PromptID == "" || in.PromptID == p.id) {
-		p.interrupt()
+		p.cancel()
 	}
 	c.l.s.mu.Unlock()
 	w.WriteHeader(http.StatusOK)
@@ -359,14 +224,7 @@ func (c *comfy) editQueue(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	c.l.s.mu.Lock()
-	kept := []*prompt{}
-	for _, p := range c.pending {
-		if !edit.names(p.id) {
-			kept = append(kept, p)
-		}
-	}
-	c.pending = kept
-	c.queueChanged()
+	c.drop(edit.names, false)
 	c.l.s.mu.Unlock()
 	w.WriteHeader(http.StatusOK)
 }
@@ -377,15 +235,7 @@ func (c *comfy) editHistory(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	c.l.s.mu.Lock()
-	kept := []string{}
-	for _, id := range c.order {
-		if edit.names(id) {
-			delete(c.history, id)
-		} else {
-			kept = append(kept, id)
-		}
-	}
-	c.order = kept
+	c.forget(edit.names)
 	c.l.s.mu.Unlock()
 	w.WriteHeader(http.StatusOK)
 }

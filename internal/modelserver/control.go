@@ -143,14 +143,14 @@ func (l *life) obey(w http.ResponseWriter, r *http.Request) (after func(), err e
 	return nil, nil
 }
 
-// reincarnate ends the life and has the server start anew after a pause, with
-// everything loaded if load says so. If that load fails it starts as it first
-// did; if that fails too, the log says so and the server stays dead. No cause
-// means that the life's end is no death.
-func (l *life) reincarnate(cause string, pause time.Duration, load bool) {
+// reincarnate ends the life and has the server start anew after a pause. Each of
+// loads says whether with everything loaded; the next one is tried where that
+// fails. If all fail the log says so and the server stays dead. No cause means
+// that the life's end is no death.
+func (l *life) reincarnate(cause string, pause time.Duration, loads ...bool) {
 	s := l.s
 	s.mu.Lock()
-	if s.closed {
+	if s.closed || l.dead {
 		s.mu.Unlock()
 		return
 	}
@@ -166,10 +166,11 @@ func (l *life) reincarnate(cause string, pause time.Duration, load bool) {
 		case <-s.ended:
 			return
 		}
-		first := s.options().Preloaded
-		err := s.restart("restarted", load)
-		if err != nil && load != first {
-			err = s.restart("restarted", first)
+		var err error
+		for _, load := range loads {
+			if err = s.restart("restarted", load); err == nil {
+				break
+			}
 		}
 		if err != nil {
 			s.mu.Lock()

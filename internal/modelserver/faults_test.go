@@ -338,7 +338,7 @@ func TestStartRefusesWhatCannotWork(t *testing.T) {
 	for name, opts := range map[string]Options{
 		"no name":           {},
 		"a name twice":      {Name: "a", SimDir: dir},
-		"an unknown manner": {Name: "b", Manner: "vllm"},
+		"an unknown manner": {Name: "b", Manner: "nope"},
 		"models of a plain": {Name: "b", Models: map[string]gpu.Bytes{"x": 1}},
 		"a port in use":     {Name: "b", SimDir: dir, Addr: first.Addr() + "0000"},
 		"too big":           {Name: "b", SimDir: dir, VRAM: 2, Total: 1, Preloaded: true},

@@ -143,7 +143,7 @@ var responses = speech{
 	piece: func(_ *job, word string) []byte {
 		return typed("response.output_text.delta", map[string]any{"delta": word})
 	},
-	last: func(j *job, text, finish string) []byte {
+	last: func(j *job, _, _ string) []byte {
 		return typed("response.completed", map[string]any{"response": map[string]any{"status": "completed", "model": j.ask.Model}})
 	},
 }

@@ -16,8 +16,8 @@ const (
 )
 
 // kobold is a KoboldCpp with its admin routes. It does one job at a time. To
-// unload and to load it starts anew, which breaks what runs. It also answers
-// as an ollama and a ComfyUI would, with made-up numbers.
+// unload and to load it starts anew, which breaks what runs; if a load fails, as
+// it was started at first. It also answers as an ollama and a ComfyUI would, with made-up numbers.
 type kobold struct {
 	*shape
 	begun time.Time
@@ -125,6 +125,6 @@ func (k *kobold) startAnew(load bool) {
 		return // it has died meanwhile
 	}
 	if k.phase(k.m) != loaded { // else it was told to lie
-		k.l.reincarnate("", koboldPause, load)
+		k.l.reincarnate("", koboldPause, load, k.l.s.options().Preloaded)
 	}
 }

@@ -65,7 +65,7 @@ func (c *llamaCpp) slots(w http.ResponseWriter, r *http.Request) {
 	}
 	n := c.slotCount()
 	c.l.s.mu.Lock()
-	working := c.running(c.m)
+	working := c.running[c.m]
 	c.l.s.mu.Unlock()
 	if working >= n && r.URL.Query().Get("fail_on_no_slot") != "" {
 		c.fail(w, r, http.StatusServiceUnavailable, "no slot available")

@@ -17,7 +17,7 @@ type llamaSwap struct {
 func newLlamaSwap(l *life) http.Handler {
 	s := &llamaSwap{shape: newShape(l), upstream: http.NewServeMux()}
 	s.healthy("OK", "GET /health")
-	s.handle(s.running, "GET /running")
+	s.handle(s.processes, "GET /running")
 	s.handle(s.models, "GET /v1/models")
 	s.handle(s.unloadAll(func(w http.ResponseWriter) { writeJSON(w, http.StatusOK, map[string]string{"msg": "ok"}) }), "POST /api/models/unload")
 	s.handle(s.unloadAll(func(w http.ResponseWriter) { writeText(w, "OK") }), "GET /unload")
@@ -43,7 +43,7 @@ func newLlamaSwap(l *life) http.Handler {
 	return s.mux
 }
 
-func (s *llamaSwap) running(w http.ResponseWriter, _ *http.Request) {
+func (s *llamaSwap) processes(w http.ResponseWriter, _ *http.Request) {
 	writeJSON(w, http.StatusOK, map[string]any{"running": s.list(func(m *model) any {
 		state := [...]string{idle: "", loading: "starting", loaded: "ready", unloading: "stopping"}[m.phase]
 		if state == "" {

@@ -36,7 +36,7 @@ var lmSpeech = speech{
 	piece: func(_ *job, word string) []byte {
 		return typed("message.delta", map[string]any{"content": word})
 	},
-	last: func(j *job, text, _ string) []byte {
+	last: func(j *job, _, _ string) []byte {
 		return typed("chat.end", map[string]any{"result": map[string]string{"model_instance_id": j.m.name}})
 	},
 }

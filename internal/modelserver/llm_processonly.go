@@ -92,7 +92,7 @@ func newInfinity(l *life) http.Handler {
 	}, "GET /health")
 	s.handle(func(w http.ResponseWriter, _ *http.Request) {
 		writeJSON(w, http.StatusOK, map[string]any{"object": "list", "data": s.list(func(m *model) any {
-			running, waiting := s.running(m), s.waiting(m)
+			running, waiting := s.running[m], s.queued[m]
 			return map[string]any{"id": m.name, "object": "model", "stats": map[string]any{
 				"queue_fraction": float64(waiting) / 32000, "queue_absolute": waiting, "results_pending": running + waiting,
 			}}

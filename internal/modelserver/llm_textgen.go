@@ -21,7 +21,7 @@ func newTextgen(l *life) http.Handler {
 	t.handle(t.info, "GET /v1/internal/model/info")
 	t.handle(t.loadRoute, "POST /v1/internal/model/load")
 	t.handle(t.unloadRoute, "POST /v1/internal/model/unload")
-	t.handle(func(w http.ResponseWriter, r *http.Request) {
+	t.handle(func(w http.ResponseWriter, _ *http.Request) {
 		writeJSON(w, http.StatusOK, map[string]any{"model_names": t.names(nil)})
 	}, "GET /v1/internal/model/list")
 	t.modelNames("GET /v1/models")

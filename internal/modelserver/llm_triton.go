@@ -27,7 +27,7 @@ func newTriton(l *life) http.Handler {
 	t.gauges(func() map[string]int {
 		out := map[string]int{}
 		for _, m := range l.models {
-			out[fmt.Sprintf("nv_inference_pending_request_count{model=%q,version=\"1\"}", m.name)] = t.waiting(m)
+			out[fmt.Sprintf("nv_inference_pending_request_count{model=%q,version=\"1\"}", m.name)] = t.queued[m]
 		}
 		return out
 	}, "GET /metrics")

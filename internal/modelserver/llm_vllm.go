@@ -13,9 +13,7 @@ import (
 // and 2 are imitated as the same; mode=keep isn't.
 type vllm struct {
 	*shape
-	// Guarded by Server.mu.
-	paused bool // told to sleep: nothing new begins until it is woken
-	held   int  // requests that wait for that
+	paused bool // told to sleep: nothing new begins until it is woken; guarded by Server.mu
 }
 
 func newVLLM(l *life) http.Handler {
@@ -42,32 +40,23 @@ func (v *vllm) ServeHTTP(w http.ResponseWriter, r *http.Request) { v.mux.ServeHT
 
 // whenAwake waits until the model is there, however long that takes.
 func (v *vllm) whenAwake(ctx context.Context, m *model) (func(), error) {
-	s := v.l.s
-	s.mu.Lock()
-	v.held++
-	s.notify()
-	s.mu.Unlock()
-	err := v.l.waitUntil(ctx, func() bool {
+	if err := v.l.waitUntil(ctx, func() bool {
 		awake := !v.paused && m.phase == loaded
-		if awake && !v.l.dead {
+		if awake {
 			m.users++ // at once, so that no sleep comes between
 		}
-		return awake || v.l.dead
-	})
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	v.held--
-	if err == nil && v.l.dead {
-		err = errDead
+		return awake
+	}); err != nil {
+		return nil, err
 	}
-	return func() { v.l.release(m) }, err
+	return func() { v.l.release(m) }, nil
 }
 
 func (v *vllm) counts() map[string]int {
 	running, waiting := v.busy()
 	return map[string]int{
 		fmt.Sprintf("vllm:num_requests_running{engine=\"0\",model_name=%q}", v.m.name): running,
-		fmt.Sprintf("vllm:num_requests_waiting{engine=\"0\",model_name=%q}", v.m.name): waiting + v.held,
+		fmt.Sprintf("vllm:num_requests_waiting{engine=\"0\",model_name=%q}", v.m.name): waiting,
 	}
 }
 

@@ -25,13 +25,9 @@ type manner struct {
 
 // manners holds every kind. The files of the kinds add to it.
 var manners = map[Manner]manner{
-	Plain:  {serve: func(l *life) http.Handler { return newPlain(l) }},
-	Ollama: {serve: func(l *life) http.Handler { return newOllama(l) }, many: true, keepAlive: 5 * time.Minute},
-	ComfyUI: {serve: func(l *life) http.Handler {
-		l.comfy = newComfy(l)
-		l.worker = l.comfy.work
-		return l.comfy
-	}},
+	Plain:   {serve: func(l *life) http.Handler { return newPlain(l) }},
+	Ollama:  {serve: func(l *life) http.Handler { return newOllama(l) }, many: true, keepAlive: 5 * time.Minute},
+	ComfyUI: {serve: func(l *life) http.Handler { return newComfy(l) }},
 }
 
 // Manners lists every kind of server that can be imitated.

@@ -32,15 +32,15 @@ type queue struct {
 	ends    func(p *queued)
 }
 
-// state is where a job is.
-type state int
+// jobState is where a job is.
+type jobState int
 
 const (
-	waiting state = iota
-	working
-	completed
-	failed
-	cancelled
+	jobQueued jobState = iota
+	jobRunning
+	jobCompleted
+	jobFailed
+	jobCancelled
 )
 
 // queued is one job. Its id, what was asked and by whom never change.
@@ -52,7 +52,7 @@ type queued struct {
 	request                 request
 
 	cancel  context.CancelFunc // of the running one
-	state   state
+	state   jobState
 	message string // why it failed
 	// When it came, was begun and ended; zero until then.
 	created, started, over time.Time
@@ -131,7 +131,7 @@ func (q *queue) drop(which func(id string) bool, remember bool) {
 		case !which(p.id):
 			kept = append(kept, p)
 		case remember:
-			p.state, p.over = cancelled, time.Now()
+			p.state, p.over = jobCancelled, time.Now()
 			q.remember(p)
 		}
 	}
@@ -161,7 +161,7 @@ func (q *queue) forget(which func(id string) bool) {
 }
 
 // counts is how many jobs of a batch, of all if it is empty, are in each state. For holders of mu.
-func (q *queue) counts(batch string) (n [cancelled + 1]int) {
+func (q *queue) counts(batch string) (n [jobCancelled + 1]int) {
 	count := func(p *queued) {
 		if batch == "" || p.batch == batch {
 			n[p.state]++
@@ -216,7 +216,7 @@ func (q *queue) next() {
 	q.running = p
 	ctx, cancel := context.WithCancel(q.l.ctx)
 	defer cancel()
-	p.cancel, p.state, p.started = cancel, working, time.Now()
+	p.cancel, p.state, p.started = cancel, jobRunning, time.Now()
 	q.notify()
 	s.mu.Unlock()
 
@@ -229,11 +229,11 @@ func (q *queue) next() {
 	p.over = time.Now()
 	switch {
 	case errors.Is(err, context.Canceled):
-		p.state, p.message = cancelled, "interrupted"
+		p.state, p.message = jobCancelled, "interrupted"
 	case err != nil:
-		p.state, p.message = failed, err.Error()
+		p.state, p.message = jobFailed, err.Error()
 	default:
-		p.state = completed
+		p.state = jobCompleted
 	}
 	q.running = nil
 	q.remember(p)

@@ -50,7 +50,7 @@ type life struct {
 
 	dead   bool // guarded by Server.mu
 	models map[string]*model
-	comfy  *comfy // nil in other manners
+	queue  *queue // nil in a manner without jobs
 	worker func() // what a manner runs beside its handler, until the life ends; nil: nothing
 }
 

@@ -30,14 +30,16 @@ type shape struct {
 	// at first, and one that has to be loaded before it is asked, 503 at first.
 	unknown, notLoaded int
 
-	queued map[*model]int // users of the model that wait for a turn; guarded by Server.mu
+	// The work that runs and that waits for its model or its turn, as a busy
+	// probe tells it; guarded by Server.mu.
+	running, queued map[*model]int
 }
 
 func newShape(l *life) *shape {
 	s := &shape{
 		l: l, mux: http.NewServeMux(), fail: fail,
 		unknown: http.StatusNotFound, notLoaded: http.StatusServiceUnavailable,
-		queued: map[*model]int{},
+		running: map[*model]int{}, queued: map[*model]int{},
 	}
 	s.join = s.lazily
 	if !manners[l.s.options().Manner].many {
@@ -149,27 +151,43 @@ func (s *shape) find(w http.ResponseWriter, r *http.Request, name string) *model
 
 // work does a job whose model is known.
 func (s *shape) work(j *job, answer func(*job) error) {
-	release, err := s.join(j.r.Context(), j.m)
+	s.count(s.queued, j.m, 1)
+	release, done, err := s.begin(j)
+	s.count(s.queued, j.m, -1)
 	if err != nil {
 		s.loadError(j.w, j.r, err)
 		return
 	}
 	defer release()
-	mu := &s.l.s.mu
-	mu.Lock()
-	s.queued[j.m]++
-	j.r = j.r.WithContext(context.WithValue(j.r.Context(), epochKey{}, j.m.epoch))
-	s.l.s.notify()
-	mu.Unlock()
-	done, err := s.l.turn(j.r.Context())
-	mu.Lock()
-	s.queued[j.m]--
-	mu.Unlock()
-	if err != nil {
-		panic(http.ErrAbortHandler)
-	}
 	defer done()
 	s.l.compute(j.r, j.m, func() error { return answer(j) })
+}
+
+// begin joins the model and waits for a turn, at whose end done must be called.
+func (s *shape) begin(j *job) (release, done func(), err error) {
+	if release, err = s.join(j.r.Context(), j.m); err != nil {
+		return nil, nil, err
+	}
+	s.l.s.mu.Lock()
+	j.r = j.r.WithContext(context.WithValue(j.r.Context(), epochKey{}, j.m.epoch))
+	s.l.s.mu.Unlock()
+	turn, err := s.l.turn(j.r.Context())
+	if err != nil {
+		release()
+		return nil, nil, err
+	}
+	s.count(s.running, j.m, 1)
+	return release, func() {
+		s.count(s.running, j.m, -1)
+		turn()
+	}, nil
+}
+
+func (s *shape) count(of map[*model]int, m *model, n int) {
+	s.l.s.mu.Lock()
+	defer s.l.s.mu.Unlock()
+	of[m] += n
+	s.l.s.notify()
 }
 
 // lazily loads the model inside the request that needs it, and unloads it once
@@ -219,15 +237,11 @@ func (s *shape) phase(m *model) phase {
 	return m.phase
 }
 
-// running and waiting are the work on m, as a busy probe tells it. For holders of mu.
-func (s *shape) running(m *model) int { return m.users - s.queued[m] }
-func (s *shape) waiting(m *model) int { return m.waiters + s.queued[m] }
-
 // busy is the work on all models. For holders of mu.
 func (s *shape) busy() (running, waiting int) {
 	for _, m := range s.l.models {
-		running += s.running(m)
-		waiting += s.waiting(m)
+		running += s.running[m]
+		waiting += s.queued[m]
 	}
 	return running, waiting
 }

@@ -43,7 +43,7 @@ type Stats struct {
 
 	Loaded  bool      `json:"loaded"`  // any model, in the server's own words
 	Held    gpu.Bytes `json:"held"`    // what it really holds on the GPU
-	Queue   int       `json:"queue"`   // ComfyUI: running and waiting prompts
+	Queue   int       `json:"queue"`   // running and waiting jobs of a server that answers before they are done
 	Sockets int       `json:"sockets"` // ComfyUI: open websockets
 	Alive   bool      `json:"alive"`
 }
@@ -198,8 +198,8 @@ func (s *Server) snapshot() Stats {
 		for _, m := range l.models {
 			out.Loaded = out.Loaded || m.saysLoaded()
 		}
-		if l.comfy != nil {
-			out.Queue = l.comfy.remaining()
+		if l.queue != nil {
+			out.Queue = l.queue.remaining()
 		}
 	}
 	return out

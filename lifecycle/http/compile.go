@@ -25,6 +25,7 @@ type plan struct {
 	health, residency, load, unload, busy *route
 	jobs                                  *route // loaded is its "done", values its ID
 	tag                                   string
+	model                                 string // of the server as a whole
 	remember                              bool
 	secrets                               *redactor
 	fingerprint                           string // of the placeholders' values
@@ -125,6 +126,7 @@ func compile(l *Lifecycle) (*plan, error) {
 		busy:      c.route("busy", l.Busy, http.MethodGet),
 		jobs:      c.jobs(l.Jobs),
 		tag:       l.ModelTag,
+		model:     l.ModelName,
 		remember:  l.Remember,
 	}
 	if l.Remember && (l.Load == nil || l.Unload == nil) {

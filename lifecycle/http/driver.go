@@ -44,6 +44,17 @@ func newDriver(p *plan, deps lifecycle.Deps) *driver {
 	return d
 }
 
+// whole says whether a route can be called for the server as a whole.
+func (p *plan) whole(r *route) bool { return !r.named || r.forEach != nil || p.model != "" }
+
+// item is what stands for {model} in a request for a target.
+func (p *plan) item(t lifecycle.Target) string {
+	if t.Model == "" {
+		return p.model
+	}
+	return t.Model
+}
+
 // tells says whether a route's answer tells residency.
 func (r *route) tells() bool { return r.loaded != nil || r.names != nil }
 
@@ -56,8 +67,8 @@ func (d *driver) GoString() string { return d.String() }
 func (d *driver) Traits() lifecycle.Traits {
 	load, unload := d.plan.load, d.plan.unload
 	return lifecycle.Traits{
-		Load:        load != nil && !load.named,
-		Unload:      unload != nil && (!unload.named || unload.forEach != nil),
+		Load:        load != nil && d.plan.whole(load),
+		Unload:      unload != nil && d.plan.whole(unload),
 		Health:      d.deps.Upstream != "",
 		Residency:   d.tells != nil || d.plan.remember,
 		Busy:        d.plan.busy != nil || d.plan.jobs != nil,
@@ -270,11 +281,11 @@ func limit(r *route, end time.Time) time.Duration {
 // nothing would make the server load.
 func (d *driver) Load(ctx context.Context, t lifecycle.Target) error {
 	r := d.plan.load
-	if r != nil && r.named != (t.Model != "") {
+	if r != nil && (t.Model == "" && !d.plan.whole(r) || t.Model != "" && !r.named) {
 		r = nil // it is for what is not meant
 	}
 	if r != nil && !(d.plan.remember && !d.last.unloaded()) {
-		body, err := d.call(ctx, r, t.Model)
+		body, err := d.call(ctx, r, d.plan.item(t))
 		if saysOutOfMemory(body) {
 			text := fmt.Sprintf("%s answered: %s", r.name, d.plan.secrets.excerpt(body))
 			if err != nil {
@@ -359,7 +370,7 @@ func (d *driver) Busy(ctx context.Context, t lifecycle.Target) (bool, error) {
 	if len(r.metrics) > 0 {
 		return d.measured(ctx, r, t)
 	}
-	answer, err := d.ask(ctx, r, t.Model, limit(r, time.Now().Add(d.deps.ProbeTimeout)))
+	answer, err := d.ask(ctx, r, d.plan.item(t), limit(r, time.Now().Add(d.deps.ProbeTimeout)))
 	if err != nil {
 		return false, d.wrap("busy", err)
 	}

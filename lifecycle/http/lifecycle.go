@@ -47,6 +47,9 @@ type Lifecycle struct {
 	Jobs *JobRoute `json:"jobs,omitempty"`
 	// What a model's name without a tag means to the server: with `latest`, `llama3` and `llama3:latest` are the same. Default: none.
 	ModelTag string `json:"model_tag,omitempty"`
+	// What `{model}` stands for where the server as a whole is meant: the name of its one model, for a server that must be told. Default: none; then
+	// a route with `{model}` is for the consumer's `model` blocks alone.
+	ModelName string `json:"model_name,omitempty"`
 	// For a server that can't say whether it is loaded, starts loaded, and must not be asked twice to load or to
 	// unload: what it was asked last is remembered, also over a restart of Caddy.
 	Remember bool `json:"remember,omitempty"`

@@ -37,7 +37,7 @@ func (d *driver) Unload(ctx context.Context, t lifecycle.Target) (bool, error) {
 	case t.Model == "" && r.forEach != nil:
 		err = d.unloadEach(ctx, r)
 	default:
-		_, err = d.call(ctx, r, t.Model)
+		_, err = d.call(ctx, r, d.plan.item(t))
 	}
 	if err != nil {
 		return false, d.wrap("unload", err)

@@ -11,7 +11,7 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=SCRIPTDIR/../common.sh
 source "$here/../common.sh"
 
-version="$(awk '$1 == "github.com/docker/model-runner" { print $2; exit }' "$here/build/go.mod")"
+version="$(awk '/github.com\/docker\/model-runner v/ { print $NF; exit }' "$here/build/go.mod")"
 GOTOOLCHAIN="$(awk '$1 == "toolchain" { print $2; exit }' "$here/build/go.mod")"
 folder="$cache_dir/modelrunner-${version:?no version in build/go.mod}"
 
