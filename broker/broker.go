@@ -143,7 +143,6 @@ func (b *Broker) step(e scheduler.Event) {
 // act does what a step says. It holds mu, so it only closes channels, starts
 // goroutines and sets the timer.
 func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) {
-	var renewed bool
 	for _, e := range effects {
 		switch e.Kind {
 		case scheduler.Admit:
@@ -156,7 +155,6 @@ func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) 
 		case scheduler.Renew:
 			if sl := b.slots[e.Slot]; sl != nil && b.unloaded(sl.consumer) {
 				b.renew(sl.consumer)
-				renewed = true
 			}
 		default:
 			b.effect(e)
@@ -164,9 +162,6 @@ func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) 
 	}
 	if !wake.Equal(b.wakeAt) {
 		b.setTimer(now, wake)
-	}
-	if renewed {
-		b.configure(now)
 	}
 }
 

@@ -18,6 +18,7 @@ type consumer struct {
 	traits   lifecycle.Traits
 	upstream string    // where it listens; of a server that the driver starts: since its latest start
 	next     *settings // take the place of the present ones once the server that the driver has started is stopped; nil: nothing does
+	closing  bool      // the present driver stops what is left of its server; then next takes its place
 	partner  *consumer // whose server it shares; then it has nothing of its own but its name and configuration
 	slots    []*slot   // in the order of the configuration, then those that were adopted
 
@@ -59,7 +60,15 @@ func (sl *slot) loadedSince(since time.Time) time.Duration {
 
 // has says whether the consumer has a driver of this key, or is to have it next.
 func (c *consumer) has(key string) bool {
-	return c.driver != nil && (c.key == key || c.next != nil && c.next.key == key)
+	return c.driver != nil && c.key == key && !c.closing || c.next != nil && c.next.key == key
+}
+
+// keeps says whether it will have a driver of this key, whatever happens meanwhile.
+func (c *consumer) keeps(key string) bool {
+	if c.next != nil {
+		return c.next.key == key
+	}
+	return c.has(key)
 }
 
 // take puts settings into force.

@@ -75,7 +75,9 @@ func (b *Broker) forgetSlot(sl *slot) {
 		c.stopProbes()
 	}
 	b.dropNext(c)
-	b.close(c.driver)
+	if !c.closing { // else it is being closed
+		b.close(c.driver)
+	}
 }
 
 // target is what a slot is to its driver. It holds mu.

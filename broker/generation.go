@@ -151,7 +151,7 @@ func (b *Broker) open(g *Generation) (map[string]lifecycle.Driver, error) {
 			continue
 		}
 		// Behind another that is to rule first nobody knows what will be there.
-		if c := b.consumers[cc.Name]; len(b.gens) <= 1 && c != nil && c.has(g.Keys[cc.Name]) && !b.leaves(c) {
+		if c := b.consumers[cc.Name]; len(b.gens) <= 1 && c != nil && c.keeps(g.Keys[cc.Name]) && !b.leaves(c) {
 			continue
 		}
 		d, err := g.Lifecycles[cc.Name].Open(lifecycle.Deps{
@@ -233,14 +233,14 @@ func (b *Broker) equip(c *consumer, cc *config.Consumer, g *Generation, d lifecy
 		set.driver = nil
 	}
 	switch {
-	case c.driver != nil && c.key == key: // as it was
+	case c.driver != nil && c.key == key && !c.closing: // as it was
 		b.dropNext(c)
 		set.driver = c.driver
 		c.take(set)
 	case c.next != nil && c.next.key == key:
 		set.driver = c.next.driver
 		c.next = &set
-	case c.runs():
+	case c.closing || c.runs():
 		b.dropNext(c)
 		c.next = &set
 	default:
@@ -302,14 +302,36 @@ func (b *Broker) configure(now time.Time) {
 	b.act(now, effects, wake)
 }
 
-// renew replaces the driver of a consumer whose server is stopped, and says so to the scheduler. It holds mu.
+// renew replaces the driver of a consumer of which nothing is loaded, once that has stopped what is left of its server. It holds mu.
 func (b *Broker) renew(c *consumer) {
-	if c.next == nil {
+	if c.next == nil || c.closing {
 		return
 	}
-	next := *c.next
-	c.next = nil
-	b.close(c.driver)
-	c.take(next)
-	b.startProbes(c)
+	c.closing = true
+	if c.stopProbes != nil {
+		c.stopProbes()
+		c.stopProbes = nil
+	}
+	old := c.driver
+	b.tasks.Go(func() {
+		_ = old.Close()
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		c.closing = false
+		if c.next == nil || b.closed {
+			c.driver = closedDriver{old}
+			return
+		}
+		next := *c.next
+		c.next = nil
+		c.take(next)
+		b.startProbes(c)
+		b.configure(time.Now())
+		b.ended()
+	})
 }
+
+// closedDriver is one that was closed already.
+type closedDriver struct{ lifecycle.Driver }
+
+func (closedDriver) Close() error { return nil }

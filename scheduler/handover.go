@@ -2,6 +2,7 @@ package scheduler
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
@@ -502,7 +503,7 @@ func (s *State) flushed(now time.Time, v *slot, failure string) {
 
 // retire unloads a slot that is not in the config any more, once nobody waits for it.
 func (s *State) retire(now time.Time, sl *slot) {
-	if sl.queue.count > 0 || sl.parked > 0 || sl.busy() {
+	if sl.queue.count > 0 || sl.parked > 0 || sl.busy() || s.succeeded(sl) {
 		return
 	}
 	if sl.cfg.CanUnload && s.cfg.Mode == Evicting && !sl.gate.closed && (sl.state == Ready || sl.state == Unknown) && s.due(now, sl.retryAt) {
@@ -510,12 +511,20 @@ func (s *State) retire(now time.Time, sl *slot) {
 	}
 }
 
+// succeeded says whether other slots have taken the place of a removed one at the same server: a consumer
+// has got models, or has them no more. What is loaded there is theirs now, and not to be unloaded with this one.
+func (s *State) succeeded(sl *slot) bool {
+	return sl.gone && slices.ContainsFunc(s.slots, func(o *slot) bool {
+		return !o.gone && o.cfg.Server != "" && o.cfg.Server == sl.cfg.Server && (o.cfg.Consumer == sl.cfg.Name || sl.cfg.Consumer == o.cfg.Name) && o.cfg.Consumer != sl.cfg.Consumer
+	})
+}
+
 // dropGone forgets the removed slots that hold nothing any more.
 func (s *State) dropGone() bool {
 	kept := s.slots[:0]
 	for _, sl := range s.slots {
 		over := sl.gone && sl.queue.count == 0 && sl.parked == 0 && !sl.busy() &&
-			(sl.state == Idle && !sl.stop.flush || !sl.cfg.CanUnload && sl.state != Loading && sl.state != Stopping || s.cfg.Mode != Evicting)
+			(s.succeeded(sl) && sl.state != Loading && sl.state != Stopping || sl.state == Idle && !sl.stop.flush || !sl.cfg.CanUnload && sl.state != Loading && sl.state != Stopping || s.cfg.Mode != Evicting)
 		if !over {
 			kept = append(kept, sl)
 			continue

@@ -166,3 +166,20 @@ func TestConsumersThatShareAProcessAreLoadedAndUnloadedTogether(t *testing.T) {
 	require.False(t, st.Consumers["tts"].Loaded)
 	require.EqualValues(t, 1, st.Scheduler.Evictions)
 }
+
+func TestAConsumerThatGetsModelsKeepsWhatItHasLoaded(t *testing.T) {
+	s := start(t, layout{Total: "24GiB", Consumers: []consumer{library("vram 10GiB")}})
+	s.wants("/ollama/api/generate", "small")
+	unloads := s.servers["ollama"].Stats().Unloads
+	s.reloaded(func(text string) string { return strings.Replace(text, "vram 10GiB", twoModels, 1) })
+	s.until("its model has a slot of its own", func() bool { return s.slot("ollama", "small").State == "READY" })
+	s.wants("/ollama/api/generate", "small")
+	require.Equal(t, unloads, s.servers["ollama"].Stats().Unloads)
+	require.EqualValues(t, gib(9), s.status().GPUs[0].Booked)
+	s.reloaded(func(text string) string { return strings.Replace(text, twoModels, "vram 10GiB", 1) })
+	s.until("it is one slot again", func() bool {
+		slots := s.status().Consumers["ollama"].Slots
+		return len(slots) == 1 && slots[0].Model == "" && slots[0].State == "READY"
+	})
+	require.Equal(t, unloads, s.servers["ollama"].Stats().Unloads)
+}
