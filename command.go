@@ -31,6 +31,9 @@ func init() {
 		Long:  "Tools for sites whose configuration has the app gpu_broker. None of them talks to a running Caddy or starts anything.",
 		CobraFunc: func(cmd *cobra.Command) {
 			cmd.AddCommand(simulateCommand())
+			cmd.AddCommand(doctorCommand())
+			cmd.AddCommand(initCommand())
+			cmd.AddCommand(presetsCommand())
 		},
 	})
 }

@@ -9,9 +9,9 @@ import (
 	"slices"
 )
 
-// Presets looks a preset up: its JSON, an object with fields of a Consumer,
-// and whether it exists; known lists all names and serves the error if it does not.
-type Presets func(name string) (preset json.RawMessage, known []string, ok bool)
+// Presets looks a preset up: its JSON, an object with fields of a Consumer. It
+// is nil if there is none of that name; then known lists all names.
+type Presets func(name string) (preset json.RawMessage, known []string, err error)
 
 // withPreset is c with the preset that it names laid under it.
 func (c *Consumer) withPreset(presets Presets) (*Consumer, error) {
@@ -20,18 +20,21 @@ func (c *Consumer) withPreset(presets Presets) (*Consumer, error) {
 	}
 	var preset json.RawMessage
 	var known []string
-	ok := false
+	var err error
 	if presets != nil {
-		preset, known, ok = presets(c.Preset)
+		preset, known, err = presets(c.Preset)
 	}
-	if !ok {
+	if err != nil {
+		return c, fmt.Errorf("preset %s: %w", c.Preset, err)
+	}
+	if preset == nil {
 		return c, Unknown("preset", c.Preset, known)
 	}
 	own, err := json.Marshal(c)
 	if err != nil {
 		return c, err
 	}
-	both, err := merge(preset, own)
+	both, err := Merge(preset, own)
 	if err != nil {
 		return c, fmt.Errorf("preset %s: %w", c.Preset, err)
 	}
@@ -42,10 +45,10 @@ func (c *Consumer) withPreset(presets Presets) (*Consumer, error) {
 	return merged, nil
 }
 
-// merge lays over upon under: objects are merged key by key, anything else in
+// Merge lays over upon under: objects are merged key by key, anything else in
 // over, null included, replaces what is under it. Two lifecycles of different
 // protocols and two routes of different paths have nothing in common: there over replaces all.
-func merge(under, over json.RawMessage) (json.RawMessage, error) {
+func Merge(under, over json.RawMessage) (json.RawMessage, error) {
 	if !isObject(under) || !isObject(over) {
 		return over, nil
 	}
@@ -71,7 +74,7 @@ func merge(under, over json.RawMessage) (json.RawMessage, error) {
 			u[key] = o[key]
 			continue
 		}
-		merged, err := merge(u[key], o[key])
+		merged, err := Merge(u[key], o[key])
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", key, err)
 		}
@@ -96,7 +99,7 @@ func withServer(routes, other map[string]json.RawMessage) (json.RawMessage, erro
 		return nil, err
 	}
 	if own, given := other["server"]; given {
-		if server, err = merge(server, own); err != nil {
+		if server, err = Merge(server, own); err != nil {
 			return nil, fmt.Errorf("server: %w", err)
 		}
 	}

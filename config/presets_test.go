@@ -1,7 +1,6 @@
 package config_test
 
 import (
-	"encoding/json"
 	"testing"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
@@ -15,10 +14,7 @@ func TestEveryPresetThatIsShippedCanBeUsed(t *testing.T) {
 	}
 	for _, name := range presets.Names() {
 		b := &config.Broker{Consumers: []*config.Consumer{{Name: "a", Preset: name, VRAM: gpu.GiB}}}
-		err := config.Resolve(b, func(name string) (json.RawMessage, []string, bool) {
-			raw, ok := presets.Get(name)
-			return raw, presets.Names(), ok
-		})
+		err := config.Resolve(b, presets.Load)
 		if err != nil {
 			t.Errorf("%s: %v", name, err)
 		}

@@ -50,9 +50,11 @@ var testPresets = map[string]string{
 	"broken": `{"vram": 1`,
 }
 
-func presets(name string) (json.RawMessage, []string, bool) {
-	raw, ok := testPresets[name]
-	return json.RawMessage(raw), []string{"ollama", "comfyui"}, ok
+func presets(name string) (json.RawMessage, []string, error) {
+	if raw, ok := testPresets[name]; ok {
+		return json.RawMessage(raw), nil, nil
+	}
+	return nil, []string{"ollama", "comfyui"}, nil
 }
 
 func TestResolveFillsInEveryDefault(t *testing.T) {
@@ -228,7 +230,7 @@ func TestAPresetIsLaidUnderWhatTheUserWrote(t *testing.T) {
 				if err := Resolve(b, presets); err != nil {
 					t.Fatal(err)
 				}
-				if err := Resolve(want, func(string) (json.RawMessage, []string, bool) { return json.RawMessage(`{}`), nil, true }); err != nil {
+				if err := Resolve(want, func(string) (json.RawMessage, []string, error) { return json.RawMessage(`{}`), nil, nil }); err != nil {
 					t.Fatal(err)
 				}
 				if got, want := canonical(t, b.Consumers[0]), canonical(t, want.Consumers[0]); got != want {

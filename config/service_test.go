@@ -52,8 +52,8 @@ func TestIdleTimeIsTheConsumersElseItsCategorysElseTheBrokers(t *testing.T) {
 }
 
 func TestACategoryOfAPresetGivesWayToTheUsers(t *testing.T) {
-	preset := func(string) (json.RawMessage, []string, bool) {
-		return json.RawMessage(`{"category":"diffusion","priority":200}`), nil, true
+	preset := func(string) (json.RawMessage, []string, error) {
+		return json.RawMessage(`{"category":"diffusion","priority":200}`), nil, nil
 	}
 	b := decode(t, `{"consumers":[{"name":"a","vram":1,"preset":"x"},{"name":"b","vram":1,"preset":"x","category":"vision","priority":0}]}`)
 	if err := Resolve(b, preset); err != nil {

@@ -46,6 +46,8 @@ var keywords = []keyword{
 	{"concurrency", "requests worked on at once; 0 means any number", number(func(o *Options) *int { return &o.Concurrency }), false},
 	{"keep-alive", "the idle time of a server that unloads by itself; negative means for ever", duration(func(o *Options) *time.Duration { return &o.KeepAlive }), true},
 	{"grace", "how long an unload waits for running work, where the server bounds that", duration(func(o *Options) *time.Duration { return &o.Grace }), true},
+	{"allow-unload", "open the unload route of a kokoro", truth(func(o *Options) *bool { return &o.AllowUnload }), true},
+	{"keep-jobs", "how long an sdcpp tells of a job that has ended", duration(func(o *Options) *time.Duration { return &o.KeepJobs }), true},
 	{"quiet", "leave requests out of the event log", truth(func(o *Options) *bool { return &o.Quiet }), true},
 	{"faults", "faults from the start, as JSON", setFaults, false},
 }

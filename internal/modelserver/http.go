@@ -29,6 +29,9 @@ type epochKey struct{}
 // errAnswered says of a piece of work that its client was told of an error.
 var errAnswered = errors.New("answered")
 
+// errBroken says of a piece of work that its model went away under it.
+var errBroken = errors.New("the model was unloaded under running work")
+
 func requestOf(ctx context.Context) request {
 	r, _ := ctx.Value(requestKey{}).(request)
 	return r
@@ -210,7 +213,7 @@ func (l *life) runPart(ctx context.Context, m *model, d time.Duration, holds boo
 		s.mu.Unlock()
 		switch {
 		case broken:
-			return errors.New("the model was unloaded under running work")
+			return errBroken
 		case over && !held:
 			return nil
 		}

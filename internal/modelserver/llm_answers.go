@@ -2,6 +2,7 @@ package modelserver
 
 import (
 	"encoding/json"
+	"net/http"
 	"time"
 )
 
@@ -91,7 +92,11 @@ func (s *shape) embed(j *job) error {
 // hear answers as a transcription.
 func (s *shape) hear(j *job) error {
 	sound := j.file
-	if sound == nil {
+	switch {
+	case j.form && sound == nil:
+		s.fail(j.w, j.r, http.StatusBadRequest, errNoFile.Error())
+		return errAnswered
+	case !j.form:
 		sound = j.body
 	}
 	return s.whole(j, func() any { return map[string]string{"text": Transcript(s.l.s.name, sound)} })

@@ -19,6 +19,11 @@ type manner struct {
 	// the server says that it loads; late, it is closed; neither, it takes
 	// connections and answers once it has loaded.
 	early, late bool
+	// serial says that it works on one thing at a time, whatever Concurrency says.
+	serial bool
+	// renews says that it unloads by starting its process anew, while its port
+	// stays open: that frees the Residue, too.
+	renews bool
 	// keepAlive and grace are what Options of that name are at first.
 	keepAlive, grace time.Duration
 }

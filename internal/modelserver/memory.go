@@ -120,6 +120,15 @@ func (mem *memory) free(model string, gen int) {
 	mem.writeOrNote()
 }
 
+// renew frees everything, as the end of a worker process does that another takes the place of.
+func (mem *memory) renew() {
+	driver.Lock()
+	defer driver.Unlock()
+	clear(mem.models)
+	mem.leaked, mem.context = 0, false
+	mem.writeOrNote()
+}
+
 // leak makes b stay for the rest of the life.
 func (mem *memory) leak(b gpu.Bytes) {
 	if b <= 0 {

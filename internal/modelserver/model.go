@@ -316,7 +316,10 @@ func (l *life) doUnload(m *model) {
 	faults := l.faults()
 	gen := l.memory.generation(m.name)
 	released := false
-	if !faults.LieStillLoaded {
+	if l.renews && !faults.LieStillLoaded {
+		l.memory.renew()
+		released = true
+	} else if !faults.LieStillLoaded {
 		l.memory.leak(faults.LeakPerCycle)
 		if opts.ReleaseDelay <= 0 && !faults.NeverRelease && !faults.LieUnloaded {
 			l.memory.free(m.name, gen)

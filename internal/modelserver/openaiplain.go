@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"hash/fnv"
 	"image"
@@ -85,6 +86,8 @@ func Transcript(server string, sound []byte) string {
 	return fmt.Sprintf("%s heard %d bytes of sound, sha256 %x", server, len(sound), sha256.Sum256(sound))
 }
 
+var errNoFile = errors.New("the form has no part named file")
+
 // readForm gives the part "file" of a form and puts the other parts into fields.
 func readForm(body []byte, boundary string, fields map[string]string) (file []byte, err error) {
 	form := multipart.NewReader(bytes.NewReader(body), boundary)
@@ -95,7 +98,7 @@ func readForm(body []byte, boundary string, fields map[string]string) (file []by
 			return file, nil
 		}
 		if err == io.EOF {
-			return nil, fmt.Errorf("the form has no part named file")
+			return nil, errNoFile
 		}
 		if err != nil {
 			return nil, fmt.Errorf("reading the form: %w", err)
@@ -118,22 +121,39 @@ func (p *plain) draw(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	width, height := 256, 256
-	if _, err := fmt.Sscanf(a.Size, "%dx%d", &width, &height); a.Size != "" && a.Size != "auto" && (err != nil || min(width, height) < 1 || max(width, height) > 2048) {
-		fail(w, r, http.StatusBadRequest, fmt.Sprintf("size %q: want WIDTHxHEIGHT, each from 1 to 2048", a.Size))
+	width, height, err := a.dimensions()
+	if err != nil {
+		fail(w, r, http.StatusBadRequest, err.Error())
 		return errAnswered
 	}
 	if err := p.l.run(r.Context(), p.m, p.l.runTime(r)); err != nil {
 		return err
 	}
+	return p.l.answer(w, "application/json", line(v1Images(p.l.s.name, a, width, height)))
+}
+
+// dimensions reads the size of the pictures that are asked for.
+func (a ask) dimensions() (width, height int, err error) {
+	width, height = 256, 256
+	if a.Size == "" || a.Size == "auto" {
+		return width, height, nil
+	}
+	if _, err := fmt.Sscanf(a.Size, "%dx%d", &width, &height); err != nil || min(width, height) < 1 || max(width, height) > 2048 {
+		return 0, 0, fmt.Errorf("size %q: want WIDTHxHEIGHT, each from 1 to 2048", a.Size)
+	}
+	return width, height, nil
+}
+
+// v1Images is OpenAI's answer to a, with its n pictures.
+func v1Images(server string, a ask, width, height int) any {
 	data := []any{}
 	for i := range min(max(a.N, 1), 10) {
 		data = append(data, map[string]string{
 			"b64_json":       base64.StdEncoding.EncodeToString(picture(fmt.Sprint(a.Prompt, i), width, height)),
-			"revised_prompt": p.l.s.name + " drew: " + a.Prompt,
+			"revised_prompt": server + " drew: " + a.Prompt,
 		})
 	}
-	return p.l.answer(w, "application/json", line(map[string]any{"created": time.Now().Unix(), "data": data}))
+	return map[string]any{"created": time.Now().Unix(), "data": data}
 }
 
 // picture is a PNG of one colour, which depends on the prompt.

@@ -80,7 +80,8 @@ type Options struct {
 	// Concurrency is how many requests are worked on at once; 0 means any
 	// number. A plain server with Concurrency 1 is single-threaded: while it
 	// works it answers nothing, its health probe included. An ollama bounds its
-	// inference only. ComfyUI always has one worker.
+	// inference only. ComfyUI always has one worker, and kinds that lock do one
+	// thing at a time.
 	Concurrency int
 	// KeepAlive is the idle time before a server unloads a model by itself, if
 	// its kind does; 0 is what the real one has (ollama 5 minutes, llamacpp
@@ -90,6 +91,12 @@ type Options struct {
 	// that: a llamacpp-router then breaks the work, a localai gives up. 0 is
 	// what the real one has: 10 and 30 seconds.
 	Grace time.Duration
+
+	// AllowUnload opens the unload route of a kokoro, which is closed at first.
+	AllowUnload bool
+	// KeepJobs is how long an sdcpp tells of a job that has ended; 0 is what
+	// the real one has, 10 minutes.
+	KeepJobs time.Duration
 
 	// Quiet leaves requests and work out of the event log, for benchmarks.
 	Quiet bool
@@ -166,6 +173,12 @@ func (o Options) complete() (Options, error) {
 	}
 	if o.Grace == 0 {
 		o.Grace = manners[o.Manner].grace
+	}
+	if o.KeepJobs == 0 {
+		o.KeepJobs = 10 * time.Minute
+	}
+	if manners[o.Manner].serial {
+		o.Concurrency = 1
 	}
 	if len(o.Models) > 0 && !manners[o.Manner].many {
 		return o, fmt.Errorf("server %s: a %s server has one model: set its vram", o.Name, o.Manner)

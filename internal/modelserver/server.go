@@ -51,6 +51,7 @@ type life struct {
 	dead   bool // guarded by Server.mu
 	models map[string]*model
 	queue  *queue // nil in a manner without jobs
+	renews bool   // its manner's
 	worker func() // what a manner runs beside its handler, until the life ends; nil: nothing
 }
 
@@ -219,7 +220,7 @@ func (s *Server) begin(load bool) error {
 	}
 	opts := s.options()
 	kind := manners[opts.Manner]
-	l := &life{s: s, models: map[string]*model{}}
+	l := &life{s: s, models: map[string]*model{}, renews: kind.renews}
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	l.memory, err = newMemory(l)
 	if err != nil {

@@ -30,6 +30,9 @@ type shape struct {
 	// at first, and one that has to be loaded before it is asked, 503 at first.
 	unknown, notLoaded int
 
+	// locks says that a request waits for its turn first and looks at its model then.
+	locks bool
+
 	// The work that runs and that waits for its model or its turn, as a busy
 	// probe tells it; guarded by Server.mu.
 	running, queued map[*model]int
@@ -40,6 +43,7 @@ func newShape(l *life) *shape {
 		l: l, mux: http.NewServeMux(), fail: fail,
 		unknown: http.StatusNotFound, notLoaded: http.StatusServiceUnavailable,
 		running: map[*model]int{}, queued: map[*model]int{},
+		locks: manners[l.s.options().Manner].serial,
 	}
 	s.join = s.lazily
 	if !manners[l.s.options().Manner].many {
@@ -56,7 +60,8 @@ type job struct {
 	r      *http.Request
 	body   []byte
 	ask    ask               // the body, if it is JSON
-	file   []byte            // of a form
+	form   bool              // the body is a form
+	file   []byte            // of a form; nil: it has none
 	fields map[string]string // the form's other parts
 	m      *model
 }
@@ -112,11 +117,11 @@ func (s *shape) read(w http.ResponseWriter, r *http.Request) *job {
 	j := &job{w: w, r: r, body: body, m: s.m, fields: map[string]string{}}
 	if kind, params, _ := mime.ParseMediaType(r.Header.Get("Content-Type")); kind == "multipart/form-data" {
 		file, err := readForm(body, params["boundary"], j.fields)
-		if err != nil {
+		if err != nil && !errors.Is(err, errNoFile) {
 			s.fail(w, r, http.StatusBadRequest, err.Error())
 			return nil
 		}
-		j.file, j.ask.Model = file, j.fields["model"]
+		j.form, j.file, j.ask.Model = true, file, j.fields["model"]
 	} else if len(body) > 0 {
 		// A field of another type, "prompt" as an object for instance, is left out.
 		var other *json.UnmarshalTypeError
@@ -163,23 +168,42 @@ func (s *shape) work(j *job, answer func(*job) error) {
 	s.l.compute(j.r, j.m, func() error { return answer(j) })
 }
 
-// begin joins the model and waits for a turn, at whose end done must be called.
+// begin joins the model and waits for a turn, at whose end done must be called;
+// where the kind locks, the other way round.
 func (s *shape) begin(j *job) (release, done func(), err error) {
+	if s.locks {
+		if done, err = s.turn(j); err != nil {
+			return nil, nil, err
+		}
+	}
 	if release, err = s.join(j.r.Context(), j.m); err != nil {
+		if done != nil {
+			done()
+		}
 		return nil, nil, err
 	}
 	s.l.s.mu.Lock()
 	j.r = j.r.WithContext(context.WithValue(j.r.Context(), epochKey{}, j.m.epoch))
 	s.l.s.mu.Unlock()
-	turn, err := s.l.turn(j.r.Context())
+	if !s.locks {
+		if done, err = s.turn(j); err != nil {
+			release()
+			return nil, nil, err
+		}
+	}
+	return release, done, nil
+}
+
+// turn waits for a turn, from which on the job counts as running.
+func (s *shape) turn(j *job) (done func(), err error) {
+	over, err := s.l.turn(j.r.Context())
 	if err != nil {
-		release()
-		return nil, nil, err
+		return nil, err
 	}
 	s.count(s.running, j.m, 1)
-	return release, func() {
+	return func() {
 		s.count(s.running, j.m, -1)
-		turn()
+		over()
 	}, nil
 }
 

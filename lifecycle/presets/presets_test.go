@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -61,11 +62,21 @@ func open(t *testing.T, guest *httplife.Lifecycle, handler http.Handler) lifecyc
 }
 
 func TestNames(t *testing.T) {
-	assert.Equal(t, []string{"comfyui", "ollama"}, presets.Names())
-	_, ok := presets.Get("nobody")
-	assert.False(t, ok)
-	_, ok = presets.Get("../presets/ollama")
-	assert.False(t, ok)
+	assert.Equal(t, []string{
+		"a1111", "alltalk", "chatterbox", "chatterbox-tts-api", "comfyui", "docker-model-runner", "forge", "immich-ml", "infinity", "invokeai",
+		"koboldcpp", "kokoro", "llama-swap", "llamacpp", "llamacpp-router", "lmstudio", "localai", "ollama", "openedai-speech", "sdcpp", "sdnext",
+		"sglang", "speaches", "tabbyapi", "tei", "textgen-webui", "tgi", "triton", "vllm", "whispercpp", "xinference", "xtts",
+	}, presets.Names())
+	for _, name := range []string{"nobody", "../presets/ollama", ""} {
+		_, ok := presets.Get(name)
+		assert.False(t, ok, name)
+		p, known, err := presets.Find(name)
+		if !presets.IsFile(name) {
+			assert.NoError(t, err)
+			assert.Equal(t, presets.Names(), known)
+		}
+		assert.Nil(t, p, name)
+	}
 }
 
 func TestAPresetCanBeChangedByItsReader(t *testing.T) {
@@ -81,17 +92,92 @@ func TestEveryPresetIsAValidPartOfAConsumer(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			consumer, _ := read(t, name)
 			assert.NotEmpty(t, consumer.GPURoutes)
-			for _, route := range append(append(consumer.GPURoutes, consumer.Bypass...), consumer.Touch...) {
-				method, path, ok := strings.Cut(route, " ")
-				require.True(t, ok, route)
-				assert.Equal(t, strings.ToUpper(method), method)
-				assert.True(t, strings.HasPrefix(path, "/"), route)
+			for _, list := range [][]string{consumer.GPURoutes, consumer.Bypass, consumer.Touch, consumer.Blocked, consumer.AsyncRoutes} {
+				_, err := config.ParseRoutePatterns(list)
+				require.NoError(t, err)
+				assert.Len(t, slices.Compact(slices.Sorted(slices.Values(list))), len(list), "a route stands there twice")
 			}
-			// What only the user can know is left to the user.
+			// What is refused is no work, and what answers early is.
+			for _, route := range consumer.Blocked {
+				assert.NotContains(t, consumer.GPURoutes, route)
+			}
+			assert.Subset(t, consumer.GPURoutes, consumer.AsyncRoutes)
+			// What only the user can know is left to the user, and so is what would go before a global setting of theirs.
 			assert.Empty(t, consumer.Name)
 			assert.Empty(t, consumer.Upstream)
 			assert.Zero(t, consumer.VRAM)
 			assert.Zero(t, consumer.Concurrency)
+			assert.Empty(t, consumer.Category)
+			assert.Nil(t, consumer.IdleTimeout)
+		})
+	}
+}
+
+func TestWhatLoadsAndUnloadsIsRefusedToClients(t *testing.T) {
+	free := []string{ // they free what nobody uses, and harm nobody; ollama's load and unload are ordinary requests
+		"POST /free", "POST /api/v2/models/empty_model_cache", "POST /api/generate", "POST /api/embed", "POST /engines/v1/chat/completions",
+	}
+	for _, name := range presets.Names() {
+		consumer, guest := read(t, name)
+		blocked, err := config.ParseRoutePatterns(consumer.Blocked)
+		require.NoError(t, err)
+		for _, r := range []*httplife.Route{guest.Load, guest.Unload} {
+			if r == nil || slices.Contains(free, r.Method+" "+r.Path) {
+				continue
+			}
+			path, _, _ := strings.Cut(r.Path, "?")
+			assert.True(t, blocked.Match(r.Method, path), "%s: %s %s", name, r.Method, path)
+		}
+		// What the broker asks is no GPU work, else its probes would be told apart from clients' only by their sender.
+		gpu, err := config.ParseRoutePatterns(consumer.GPURoutes)
+		require.NoError(t, err)
+		for _, r := range []*httplife.Route{guest.Health, guest.Residency, guest.Busy} {
+			if r != nil {
+				path, _, _ := strings.Cut(r.Path, "?")
+				assert.False(t, gpu.Match(r.Method, path), "%s: %s %s", name, r.Method, path)
+			}
+		}
+	}
+}
+
+func TestEveryPresetSaysWhatPeopleNeedToKnow(t *testing.T) {
+	for _, name := range presets.Names() {
+		t.Run(name, func(t *testing.T) {
+			p, _, err := presets.Find(name)
+			require.NoError(t, err)
+			about := p.About
+			_, guest := read(t, name)
+			assert.NotEmpty(t, about.Title)
+			assert.NotZero(t, about.Port)
+			assert.NotEmpty(t, about.Set)
+			assert.NotEmpty(t, about.Source)
+			for _, text := range append(append([]string{about.Frees, about.Costs}, about.Notes...), about.Set...) {
+				assert.NotEmpty(t, text)
+				assert.NotContains(t, text, "\n")
+			}
+			for _, sentence := range append([]string{about.Frees, about.Costs}, about.Notes...) {
+				assert.True(t, strings.HasSuffix(sentence, "."), sentence)
+			}
+
+			traits := open(t, guest, http.NotFoundHandler()).Traits()
+			assert.True(t, traits.Health)
+			assert.Equal(t, about.NeedsProcess, guest.Unload == nil, "what has no way to unload needs a process")
+			if about.NeedsProcess {
+				assert.Empty(t, about.Unload)
+			} else {
+				assert.Contains(t, []string{presets.Waits, presets.Refuses, presets.Aborts, presets.Breaks}, about.Unload)
+				assert.True(t, traits.Unload, "it can be unloaded as a whole")
+			}
+			byName := traits.Models && traits.LoadModel && traits.UnloadModel
+			assert.Equal(t, about.Models != "", byName)
+			assert.Contains(t, []string{"", presets.Each, presets.Must}, about.Models)
+			assert.Equal(t, about.NeedsName, traits.LoadModel && !byName, "one that must be told its model, and has no more than one")
+			if about.NeedsName {
+				assert.Contains(t, strings.Join(about.Example, "\n"), "model_name ")
+			}
+			if about.Models != "" {
+				assert.Contains(t, strings.Join(about.Example, "\n"), "model ")
+			}
 		})
 	}
 }
@@ -153,12 +239,15 @@ func TestOllamaIsProbedAndUnloadedModelByModel(t *testing.T) {
 
 	d := open(t, guest, &ollama{loaded: map[string]int{"llama3:8b": -1, "hf.co/a/b:Q4": -1}})
 	assert.Equal(t, lifecycle.Traits{Unload: true, Health: true, Residency: true, Models: true, LoadModel: true, UnloadModel: true, Tag: "latest"}, d.Traits())
-	assert.Equal(t, lifecycle.Report{Loaded: lifecycle.Yes, Resident: 4 * gpu.GiB}, d.Probe(t.Context()))
+	report := d.Probe(t.Context())
+	assert.ElementsMatch(t, []lifecycle.Model{{Name: "llama3:8b", Resident: 2 * gpu.GiB}, {Name: "hf.co/a/b:Q4", Resident: 2 * gpu.GiB}}, report.Models)
+	report.Models = nil
+	assert.Equal(t, lifecycle.Report{Loaded: lifecycle.Yes, Resident: 4 * gpu.GiB}, report)
 
 	confirmed, err := d.Unload(t.Context(), lifecycle.Target{})
 	require.NoError(t, err)
 	assert.True(t, confirmed)
-	assert.Equal(t, lifecycle.Report{Loaded: lifecycle.No, Resident: 0}, d.Probe(t.Context()))
+	assert.Equal(t, lifecycle.Report{Loaded: lifecycle.No, Resident: 0, Models: []lifecycle.Model{}}, d.Probe(t.Context()))
 }
 
 func TestComfyUIIsAsyncLazyAndFreedByFlag(t *testing.T) {

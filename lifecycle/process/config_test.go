@@ -45,6 +45,7 @@ func TestFaultsOneByOne(t *testing.T) {
 		`{"command": ["x", "{gpu_broker.port}"], "ports": "1-65536"}`: "is not a range of ports",
 		`{"command": ["x"], "max_restarts": 3}`:                       "max_restarts needs `restart on_failure`",
 		`{"command": ["x"], "server": []}`:                            "server: it must be a JSON object",
+		`{"command": ["x"], "server": {"protocol": "process"}}`:       "its lifecycle starts a server itself",
 		`{"command": ["x\u0000"]}`:                                    "holds a zero byte",
 	} {
 		_, err := provision(t, config)
@@ -59,9 +60,8 @@ func TestFaultsOneByOne(t *testing.T) {
 func TestFaultsThatOnlyTheConsumerShows(t *testing.T) {
 	for config, want := range map[string]string{
 		`{"command": ["x"]}`: "nobody says where the server listens",
-		`{"command": ["x", "{gpu_broker.port}"], "ports": "9000"}`:                                        "", // without upstream
-		`{"command": ["x", "{gpu_broker.port}"], "ports": "9000-9001"} up`:                                "`upstream` and `ports` are both given",
-		`{"command": ["x"], "server": {"protocol": "process", "command": ["y", "{gpu_broker.port}"]}} up`: "its lifecycle starts a server itself",
+		`{"command": ["x", "{gpu_broker.port}"], "ports": "9000"}`:         "", // without upstream
+		`{"command": ["x", "{gpu_broker.port}"], "ports": "9000-9001"} up`: "`upstream` and `ports` are both given",
 	} {
 		deps := lifecycle.Deps{Consumer: "qwen"}
 		if n := len(config) - len(" up"); config[n:] == " up" {

@@ -57,7 +57,7 @@ func New(means Means, routes lifecycle.Guest, deps lifecycle.Deps) (lifecycle.Su
 		return nil, err
 	}
 	if d.routes.Starts {
-		return nil, d.wrap("server", errors.New("its lifecycle starts a server itself: give one that speaks to a server, such as http"))
+		return nil, d.wrap("server", errStarts)
 	}
 	d.ctx, d.cancel = context.WithCancel(context.Background())
 	return d, nil

@@ -6,7 +6,13 @@ set -euo pipefail
 
 say() { echo "docker: $*" >&2; }
 
-if [ "${1-}" != --in ]; then
+# Of control groups, those hierarchies of version 1 that Docker needs and this kernel has; none: it has version 2 alone.
+old=()
+for controller in devices memory freezer; do
+	if grep -qE "^[1-9][0-9]*:$controller:" /proc/self/cgroup; then old+=("$controller"); fi
+done
+
+if [ "${1-}" != --in ] && [ "${1-}" != --leaf ]; then
 	for program in dockerd containerd runc; do
 		if ! command -v "$program" >/dev/null; then
 			say "$program is missing: apt-get install -y --no-install-recommends docker.io"
@@ -17,19 +23,43 @@ if [ "${1-}" != --in ]; then
 		say "this needs root: it makes namespaces and mounts"
 		exit 3
 	fi
-	# A control group of its own, so that what the daemon makes is easily found and removed.
+	# Control groups of its own, so that what the daemon makes is easily found and removed.
 	tree="$(mktemp -d)"
-	mount -t cgroup2 none "$tree"
-	group="$tree/gpu-broker-docker-$$"
-	mkdir "$group"
+	group="gpu-broker-docker-$$"
 	# A group can be removed once the kernel has buried the last process in it.
-	trap 'for _ in $(seq 50); do find "$group" -depth -type d -exec rmdir {} + 2>/dev/null || true; [ -d "$group" ] || break; sleep 0.1; done; umount "$tree"; rmdir "$tree"' EXIT
+	clean() {
+		for _ in $(seq 50); do
+			find "$tree"/*/"$group" -depth -type d -exec rmdir {} + 2>/dev/null || true
+			compgen -G "$tree/*/$group" >/dev/null || break
+			sleep 0.1
+		done
+		for hierarchy in "$tree"/*; do
+			umount "$hierarchy"
+			rmdir "$hierarchy"
+		done
+		rmdir "$tree"
+	}
+	trap clean EXIT
+	mkdir "$tree/unified"
+	mount -t cgroup2 none "$tree/unified"
+	for controller in "${old[@]}"; do
+		mkdir "$tree/$controller"
+		mount -t cgroup -o "$controller" none "$tree/$controller"
+	done
+	for hierarchy in "$tree"/*; do mkdir -p "$hierarchy/$group"; done
 	code=0
 	(
-		echo "$BASHPID" >"$group/cgroup.procs"
-		exec unshare --mount --cgroup --ipc --uts --net --pid --kill-child --mount-proc --fork "$0" --in "$@"
+		for hierarchy in "$tree"/*; do echo "$BASHPID" >"$hierarchy/$group/cgroup.procs"; done
+		exec unshare --mount --cgroup --ipc --uts --net "$0" --leaf "$tree/unified/$group/leaf" "$@"
 	) || code=$?
 	exit "$code"
+fi
+if [ "$1" = --leaf ]; then
+	# In version 2 a group with processes of its own gives no controllers to those below it.
+	mkdir "$2"
+	echo $$ >"$2/cgroup.procs"
+	shift 2
+	exec unshare --pid --kill-child --mount-proc --fork "$0" --in "$@"
 fi
 shift
 
@@ -37,7 +67,18 @@ shift
 mount --make-rprivate /
 mount -t tmpfs tmpfs /run
 if mountpoint -q /sys/fs/cgroup; then umount -R /sys/fs/cgroup; fi
-mount -t cgroup2 none /sys/fs/cgroup
+if [ ${#old[@]} -eq 0 ]; then
+	mount -t cgroup2 none /sys/fs/cgroup
+	for controller in $(cat /sys/fs/cgroup/cgroup.controllers); do
+		echo "+$controller" >/sys/fs/cgroup/cgroup.subtree_control || true # some are not to be had
+	done
+else
+	mount -t tmpfs tmpfs /sys/fs/cgroup
+	for controller in "${old[@]}"; do
+		mkdir "/sys/fs/cgroup/$controller"
+		mount -t cgroup -o "$controller" none "/sys/fs/cgroup/$controller"
+	done
+fi
 ip link set lo up
 
 export DOCKER_HOST=unix:///run/engine/docker.sock

@@ -254,6 +254,9 @@ func executable(t *testing.T) string {
 	return path
 }
 
+// nobody is the user of that name.
+const nobody = 65534
+
 // asUser runs a test of this program as the user nobody.
 func asUser(t *testing.T, test string, env ...string) string {
 	t.Helper()
@@ -262,11 +265,25 @@ func asUser(t *testing.T, test string, env ...string) string {
 	require.NoError(t, exec.Command("cp", executable(t), self).Run())
 	cmd := exec.Command(self, "-test.v", "-test.run", "^"+test+"$")
 	cmd.Env = append(append(os.Environ(), "GPU_BROKER_TEST_AS_USER=nobody"), env...)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
 	cmd.Dir = "/"
 	out, err := cmd.CombinedOutput()
 	require.NoError(t, err, "%s", out)
 	return string(out)
+}
+
+// allow installs the polkit rule that is shipped, for the user nobody and a unit, until the test ends.
+func allow(t *testing.T, unit string) {
+	t.Helper()
+	shipped, err := os.ReadFile("../../packaging/polkit/50-gpu-broker.rules")
+	require.NoError(t, err)
+	rule := strings.NewReplacer(`"caddy"`, `"nobody"`, `"whisper.service"`, `"`+unit+`"`).Replace(string(shipped))
+	require.Contains(t, rule, unit)
+	require.Contains(t, rule, `"nobody"`)
+	const path = "/etc/polkit-1/rules.d/50-gpu-broker.rules"
+	require.NoError(t, os.WriteFile(path, []byte(rule), 0o644))
+	t.Cleanup(func() { require.NoError(t, os.Remove(path)) })
+	system.systemctl(t, "restart", "polkit.service")
 }
 
 func TestRealSystemdPolkitDecides(t *testing.T) {
@@ -290,14 +307,7 @@ func TestRealSystemdPolkitDecides(t *testing.T) {
 	asUser(t, t.Name(), env...)
 	require.NotEqual(t, "active", s.property("ActiveState"))
 
-	// The rule that is shipped, for this user and this unit.
-	shipped, err := os.ReadFile("../../packaging/polkit/50-gpu-broker.rules")
-	require.NoError(t, err)
-	rule := strings.NewReplacer(`"caddy"`, `"nobody"`, `"whisper.service"`, `"`+s.unit+`"`).Replace(string(shipped))
-	require.Contains(t, rule, s.unit)
-	require.Contains(t, rule, "nobody")
-	require.NoError(t, os.WriteFile("/etc/polkit-1/rules.d/50-gpu-broker.rules", []byte(rule), 0o644))
-	system.systemctl(t, "restart", "polkit.service")
+	allow(t, s.unit)
 	out := asUser(t, t.Name(), append(env, "GPU_BROKER_TEST_ALLOWED=1")...)
 	require.Contains(t, out, "--- PASS")
 	require.Equal(t, "success", s.property("Result"))

@@ -27,8 +27,10 @@ import (
 // patience is far longer than anything here takes.
 const patience = 20 * time.Second
 
-// program is the server that the units run.
-var program string
+// program is the server that the units run, and pretending is one with GPU memory.
+var program, pretending string
+
+const module = "github.com/gpu-broker/caddy-gpu-broker"
 
 func TestMain(m *testing.M) {
 	if as := os.Getenv("GPU_BROKER_TEST_AS_USER"); as != "" {
@@ -40,13 +42,13 @@ func TestMain(m *testing.M) {
 	}
 	dir, err := os.MkdirTemp("", "mortal")
 	if err == nil {
-		program = filepath.Join(dir, "mortal")
+		program, pretending = filepath.Join(dir, "mortal"), filepath.Join(dir, "modelserver")
 		err = os.Chmod(dir, 0o755)
 	}
 	if err == nil {
 		var out []byte
-		if out, err = exec.Command("go", "build", "-o", program, "github.com/gpu-broker/caddy-gpu-broker/test/mortal").CombinedOutput(); err != nil {
-			err = fmt.Errorf("building the server: %w: %s", err, out)
+		if out, err = exec.Command("go", "build", "-o", dir+"/", module+"/test/mortal", module+"/cmd/modelserver").CombinedOutput(); err != nil {
+			err = fmt.Errorf("building the servers: %w: %s", err, out)
 		}
 	}
 	code := 1
