@@ -55,11 +55,13 @@ func newChatterboxAPI(l *life) http.Handler {
 			status = "generating_audio"
 		}
 		writeJSON(w, http.StatusOK, map[string]any{"status": status, "is_processing": running+waiting > 0})
-	}, "GET /status")
+	}, "GET /status", "GET /v1/status")
 	// It clears caches, and frees nothing that counts.
 	s.fixed(map[string]any{"cleanup_performed": true}, "GET /memory")
 	s.modelNames("GET /v1/models")
-	s.gpu(s.speak, "POST /v1/audio/speech", "POST /v1/audio/speech/upload")
+	for _, path := range []string{"/audio/speech", "/v1/audio/speech", "/tts"} {
+		s.gpu(s.speak, "POST "+path, "POST "+path+"/upload")
+	}
 	return s.mux
 }
 
