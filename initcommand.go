@@ -100,13 +100,11 @@ func writeNew(path, text string, force bool) error {
 // found tells people what was found and what to do next.
 func found(d *doctor.Discovery, path string) string {
 	var b strings.Builder
-	switch {
-	case d.Sampler == "":
-		fmt.Fprintf(&b, "No GPU can be read (%s): one is declared in the file, correct its size.\n", d.Why)
-	default:
-		for _, dev := range d.Devices {
-			fmt.Fprintf(&b, "GPU %d: %s, %s, read by %s\n", dev.Index, dev.Name, dev.Total, d.Sampler)
-		}
+	if d.Sampler == "" {
+		fmt.Fprintf(&b, "No GPU can be read here, the file says why: one is declared in it, correct its size.\n")
+	}
+	for _, dev := range d.Devices {
+		fmt.Fprintf(&b, "GPU %d: %s, %s, read by %s\n", dev.Index, dev.Name, dev.Total, d.Sampler)
 	}
 	for _, s := range d.Servers {
 		fmt.Fprintf(&b, "%s at %s\n", s.Name, s.Address)
@@ -145,6 +143,13 @@ func checkCaddyfile(ctx context.Context, text string) error {
 	}
 	for _, d := range s.Drivers {
 		_ = d.Close() // it has started nothing
+	}
+	if app != nil {
+		for _, c := range app.Consumers {
+			for _, lack := range doctor.Lacking(c) {
+				s.Faults = append(s.Faults, errors.New(lack))
+			}
+		}
 	}
 	return errors.Join(s.Faults...)
 }

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"regexp"
 	"strings"
 	"text/tabwriter"
 
@@ -69,7 +70,7 @@ func listPresets(out io.Writer, asJSON bool) error {
 		if p.About.NeedsProcess {
 			needs = "yes"
 		}
-		rows = append(rows, fmt.Sprintf("%s\t%d\t%s\t%s: %s", p.Name, p.About.Port, needs, p.About.Title, p.About.Frees))
+		rows = append(rows, fmt.Sprintf("%s\t%d\t%s\t%s: %s", p.Name, p.About.Port, needs, p.About.Title, strings.ReplaceAll(p.About.Frees, "`", "")))
 	}
 	if _, err := fmt.Fprintln(t, strings.Join(rows, "\n")); err != nil {
 		return err
@@ -109,8 +110,10 @@ func explainPreset(out io.Writer, name string, asJSON bool) error {
 			if len(row.Lines) > 1 {
 				line = "- " + line
 			}
-			fmt.Fprintf(&b, "%-19s %s\n", label, strings.ReplaceAll(line, "`", ""))
-			label = ""
+			for _, part := range wrapped(line) {
+				fmt.Fprintf(&b, "%-19s %s\n", label, part)
+				label = ""
+			}
 		}
 	}
 	fmt.Fprintf(&b, "\nTo write, with what it takes as vram:\n\n%s", p.Caddyfile())
@@ -121,6 +124,27 @@ func explainPreset(out io.Writer, name string, asJSON bool) error {
 	}
 	_, err = io.WriteString(out, b.String())
 	return err
+}
+
+// pieces are what a line is not broken within: words, and what stands between backquotes.
+var pieces = regexp.MustCompile("(?:[^ `]|`[^`]*`)+")
+
+// wrapped breaks a line for people, who see no backquotes.
+func wrapped(line string) (parts []string) {
+	const most = 100
+	part := ""
+	for _, piece := range pieces.FindAllString(line, -1) {
+		piece = strings.ReplaceAll(piece, "`", "")
+		switch {
+		case part == "":
+			part = piece
+		case len(part)+1+len(piece) > most:
+			parts, part = append(parts, part), piece
+		default:
+			part += " " + piece
+		}
+	}
+	return append(parts, part)
 }
 
 func printJSON(out io.Writer, v any) error {

@@ -84,11 +84,19 @@ func (w *writer) gpu() {
 func (w *writer) consumer(s Server) {
 	e, _ := EngineOf(s.Engine)
 	w.line("")
+	w.line("# %s, found at %s.", e.Title, s.Address)
+	if e.Frees != "" {
+		w.line("# What frees its memory: %s.", comment(e.Frees))
+	}
+	for _, set := range e.Set {
+		w.line("# What is wanted of it: %s.", comment(set))
+	}
 	block, names := w.block(s, e)
 	if err := w.check("gpu static " + supposed.String() + "\n" + block); err != nil {
-		w.line("# %s runs at %s. Its consumer lacks something: %s.", e.Title, s.Address, comment(oneLine(err)))
-		for text := range strings.Lines(block) {
-			w.line("# %s", strings.TrimSuffix(text, "\n"))
+		w.line("# Its consumer lacks something: %s.", comment(oneLine(err)))
+		w.line("#")
+		for text := range strings.Lines(string(caddyfile.Format([]byte(block)))) {
+			w.line("#\t%s", strings.TrimSuffix(text, "\n"))
 		}
 		return
 	}
@@ -103,13 +111,6 @@ func (w *writer) consumer(s Server) {
 func (w *writer) block(s Server, e Engine) (string, map[string]bool) {
 	b := &writer{d: w.d}
 	names := map[string]bool{s.Name: true}
-	b.line("# %s, found at %s.", e.Title, s.Address)
-	if e.Frees != "" {
-		b.line("# Its memory is freed by: %s", comment(e.Frees))
-	}
-	for _, set := range e.Set {
-		b.line("# Wanted of it: %s", comment(set))
-	}
 	b.line("consumer %s {", s.Name)
 	b.line("preset %s", e.Preset)
 	b.line("upstream %s", s.Address)

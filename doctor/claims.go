@@ -19,13 +19,19 @@ type claim struct {
 }
 
 func (f *facts) claims() (out []claim) {
+	shared := map[string]gpu.Bytes{} // by those that share a process, by the other's name
 	for _, c := range f.site.consumers() {
-		if c.Cloud {
+		if c.Shares != "" {
+			shared[c.Shares] += c.VRAM
+		}
+	}
+	for _, c := range f.site.consumers() {
+		if c.Cloud || c.Shares != "" {
 			continue
 		}
 		stays := c.Pin || c.NoEvict || c.VRAMManaged
 		if c.VRAM > 0 && !c.HasModels() {
-			out = append(out, claim{c, c.Name, f.lines.of(c.Source, "vram"), c.VRAM, c.Pin, stays})
+			out = append(out, claim{c, c.Name, f.lines.of(c.Source, "vram"), c.VRAM + shared[c.Name], c.Pin, stays})
 		}
 		for _, m := range c.Models {
 			size, where := m.VRAM, f.lines.of(m.Source, "vram")

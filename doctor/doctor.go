@@ -78,7 +78,7 @@ func Examine(ctx context.Context, s *Site) *Report {
 	f := gather(ctx, s)
 	r := &Report{Findings: []Finding{}}
 	for _, judge := range []func(*facts) []Finding{
-		judgeConfig, judgeUnended, judgeGPUs, judgeDevices, judgeProcesses, judgeServers, judgeMeans, judgeClaims,
+		judgeConfig, judgePlaceholders, judgeUnended, judgeGPUs, judgeDevices, judgeProcesses, judgeServers, judgeMeans, judgeClaims,
 		judgeTimeouts, judgeRoutes, judgePorts, judgeFolders, judgeListeners, judgeUnnamed, judgeOutsiders,
 	} {
 		r.Findings = append(r.Findings, judge(f)...)

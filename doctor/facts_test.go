@@ -75,7 +75,7 @@ func TestClaimsAreHeldAgainstTheCard(t *testing.T) {
 		want      string // empty: nothing
 	}{
 		"it fits with its cushion":         {0, []*config.Consumer{{Name: "a", VRAM: 24*gib - 256*gpu.MiB}}, ""},
-		"it does not":                      {0, []*config.Consumer{{Name: "a", VRAM: 24*gib - 255*gpu.MiB}}, "error a: it claims 23.75GiB, with the cushion 24GiB, and never fits"},
+		"it does not":                      {0, []*config.Consumer{{Name: "a", VRAM: 24*gib - 255*gpu.MiB}}, "error a: it claims 23.75GiB, with the cushion 24GiB, and never fits: GPU 0 has 24GiB"},
 		"not beside the reserve":           {gib, []*config.Consumer{{Name: "a", VRAM: 23 * gib}}, "of which 1GiB are reserved"},
 		"a model":                          {0, []*config.Consumer{{Name: "a", VRAM: gib, Models: []*config.Model{{Name: "x"}, {Name: "y", VRAM: 30 * gib}}}}, "error a: model y: it claims 30GiB"},
 		"no such card":                     {0, []*config.Consumer{{Name: "a", VRAM: gib, GPU: 3}}, "error a: it is on GPU 3, and there is none: the machine has 1 GPU"},
@@ -83,7 +83,7 @@ func TestClaimsAreHeldAgainstTheCard(t *testing.T) {
 		"all that is pinned":               {0, []*config.Consumer{{Name: "a", VRAM: 15 * gib, Pin: true}, {Name: "b", VRAM: 15 * gib, Pin: true}}, "error : what is pinned claims 30GiB together (a, b)"},
 		"all that stays":                   {0, []*config.Consumer{{Name: "a", VRAM: 15 * gib, NoEvict: true}, {Name: "b", VRAM: 15 * gib, VRAMManaged: true}}, "warning : what is never unloaded for others (pin, no_evict, vram_managed) claims 30GiB together (a, b)"},
 		"a cloud consumer claims nothing":  {0, []*config.Consumer{{Name: "a", VRAM: 90 * gib, Cloud: true}}, ""},
-		"what is off claims nothing":       {0, []*config.Consumer{{Name: "a", VRAM: gib}}, ""},
+		"two in one process":               {0, []*config.Consumer{{Name: "a", VRAM: 15 * gib}, {Name: "b", VRAM: 15 * gib, Shares: "a"}}, "error a: it claims 30GiB"},
 		"two that make way for each other": {0, []*config.Consumer{{Name: "a", VRAM: 20 * gib}, {Name: "b", VRAM: 20 * gib}}, ""},
 	} {
 		f := factsOf(c.consumers...)
@@ -410,6 +410,37 @@ func TestPlacesAreTheLinesOfSettings(t *testing.T) {
 	assert.Empty(t, l.of("", "vram"))
 	assert.Equal(t, path+":8", l.matching(path, 6, "x", "vram"))
 	assert.Equal(t, "x", l.matching(path, 1, "x", "budget"))
+}
+
+func TestPlaceholdersWithoutAValueAreTold(t *testing.T) {
+	f := factsOf()
+	f.site.File = filepath.Join(t.TempDir(), "Caddyfile")
+	t.Setenv("GPU_BROKER_SET", "")
+	require.NoError(t, os.WriteFile(f.site.File, []byte(`localhost {
+	# {$GPU_BROKER_NOPE} in a comment
+	respond {$GPU_BROKER_SET} {$GPU_BROKER_OTHER:with a default} # {$GPU_BROKER_NOPE}
+	header A {env.GPU_BROKER_NOPE} # {env.GPU_BROKER_NOPE}
+	header B {$GPU_BROKER_NOPE} {env.GPU_BROKER_NOPE}
+	header C {env.GPU_BROKER_TOLD}
+}
+`), 0o600))
+	f.site.Faults = []error{errors.New(`consumer "a": upstream {env.GPU_BROKER_TOLD}`)}
+	found := judgePlaceholders(f)
+	require.Len(t, found, 2)
+	assert.Equal(t, f.site.File+":4", found[0].Where)
+	assert.Contains(t, found[0].What, "{env.GPU_BROKER_NOPE} has no value")
+	assert.Equal(t, f.site.File+":5", found[1].Where)
+	assert.Contains(t, found[1].What, "{$GPU_BROKER_NOPE} has no value")
+}
+
+func TestTheReportIsForPeople(t *testing.T) {
+	r := &Report{Errors: 1, Warnings: 2, Findings: []Finding{
+		{Severity: Error, Consumer: "a", Where: "Caddyfile:3", What: "it is wrong", Mend: "write it right"},
+		{Severity: Note, What: "all else is well"},
+	}}
+	var out strings.Builder
+	require.NoError(t, r.Write(&out))
+	assert.Equal(t, "error   Caddyfile:3: consumer a: it is wrong\n        → write it right\nnote    all else is well\n1 error, 2 warnings\n", out.String())
 }
 
 func TestALookThatHangsIsLeft(t *testing.T) {

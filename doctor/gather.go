@@ -170,7 +170,7 @@ func ask(ctx context.Context, d lifecycle.Driver) probe {
 	if s, ok := d.(lifecycle.Supervisor); ok {
 		p.owns = s.Owns
 	}
-	if p.traits.Busy && p.report.Outcome == lifecycle.Answered && p.report.Loaded == lifecycle.Yes && !p.traits.UnloadModel {
+	if p.traits.Busy && p.report.Outcome == lifecycle.Answered && p.report.Loaded != lifecycle.No && !p.traits.UnloadModel {
 		_, p.busyErr = d.Busy(ctx, lifecycle.Target{})
 	}
 	return p

@@ -9,12 +9,15 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 
 	"github.com/gpu-broker/caddy-gpu-broker/doctor"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/presets"
 )
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func start(t *testing.T, opts modelserver.Options) *modelserver.Server {
 	t.Helper()
@@ -59,7 +62,7 @@ func TestEveryKindOfServerIsKnownByWhatItAnswers(t *testing.T) {
 }
 
 func TestWhatIsNoModelServerIsNone(t *testing.T) {
-	site := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	site := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "text/html")
 		_, _ = w.Write([]byte("<html>a page for every path</html>"))
 	}))
@@ -88,7 +91,7 @@ func TestWhisperIsKnownByItsPage(t *testing.T) {
 
 func TestACaddyIsKnownAndNotAskedFurther(t *testing.T) {
 	asked := 0
-	site := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	site := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		asked++
 		w.Header().Set("Server", "Caddy")
 		w.WriteHeader(http.StatusNotFound)
@@ -103,7 +106,7 @@ func TestACaddyIsKnownAndNotAskedFurther(t *testing.T) {
 func TestWhoDoesNotAnswerIsAskedOnce(t *testing.T) {
 	asked := make(chan string, 100)
 	held := make(chan struct{})
-	site := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	site := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		asked <- r.URL.Path
 		if r.URL.Path != "/" {
 			<-held

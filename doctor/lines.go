@@ -23,8 +23,7 @@ func (l lines) of(source, word string) string {
 	depth, deeper := 0, source
 	text := l.read(file)
 	for i := first - 1; i < len(text); i++ {
-		before, _, _ := strings.Cut(text[i], "#")
-		fields := strings.Fields(before)
+		fields := strings.Fields(remark.ReplaceAllString(text[i], ""))
 		if depth > 0 && len(fields) > 0 && fields[0] == word {
 			here := file + ":" + strconv.Itoa(i+1)
 			switch {

@@ -114,11 +114,15 @@ func judgeMeans(f *facts) (out []Finding) {
 	}
 	for _, c := range f.site.consumers() {
 		p, ok := f.probes[c.Name]
-		if !ok || f.site.isFaulty(c.Name) || c.Cloud || c.Shares != "" || c.Pin || c.NoEvict || c.VRAMManaged || p.traits.Unload || p.traits.UnloadModel {
+		if !ok || f.site.isFaulty(c.Name) || c.Cloud || c.Shares != "" {
 			continue
 		}
 		e, known := EngineOf(c.Preset)
+		for _, lack := range Lacking(c) {
+			out = append(out, f.about(Error, "means", c, "preset").saying(lack, "see `caddy gpu-broker presets "+c.Preset+"`"))
+		}
 		switch {
+		case c.Pin || c.NoEvict || c.VRAMManaged || p.traits.Unload || p.traits.UnloadModel:
 		case known && e.NeedsProcess:
 			out = append(out, f.about(Error, "means", c, "preset").saying("only the end of its process frees the memory of "+e.Title+", and nothing says how it is started and stopped: it is never unloaded",
 				"let the broker run it: process COMMAND ... with {gpu_broker.port} where its port goes, systemd UNIT, or docker CONTAINER; or write pin if it is to stay"))
@@ -128,6 +132,14 @@ func judgeMeans(f *facts) (out []Finding) {
 		}
 	}
 	return out
+}
+
+// Lacking says what a resolved consumer must be told beyond its preset so that it can be loaded.
+func Lacking(c *config.Consumer) []string {
+	if e, known := EngineOf(c.Preset); !known || e.NeedsProcess {
+		return nil // what starts it loads it
+	}
+	return presets.Lacking(c)
 }
 
 // judgeListeners says which servers can be reached past the broker.

@@ -9,7 +9,9 @@ if ! command -v go >/dev/null; then
 fi
 
 missing=()
+PATH="$PATH:/usr/sbin:/sbin" # where daemons are, also for whoever has no use for them
 need_program() { command -v "$1" >/dev/null || missing+=("$2"); }
+need_file() { [ -e "$1" ] || missing+=("$2"); }
 need_header() { echo "#include <$1>" | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1 || missing+=("$2"); }
 
 need_program gcc gcc
@@ -21,6 +23,15 @@ need_program curl curl
 # A real ollama is built for the tests; its module lacks these headers.
 need_header nlohmann/json.hpp nlohmann-json3-dev
 need_header stb/stb_image.h libstb-dev
+# The lifecycle systemd is tested with a real bus; it and docker also with real ones of theirs, in namespaces.
+need_program dbus-daemon dbus-daemon
+need_file /usr/share/dbus-1/system.conf dbus
+need_program /lib/systemd/systemd systemd
+need_program /usr/lib/polkit-1/polkitd polkitd
+need_program dockerd docker.io
+need_program runc runc
+need_program containerd containerd
+need_program ip iproute2
 
 if [ ${#missing[@]} -eq 0 ]; then
 	exit 0

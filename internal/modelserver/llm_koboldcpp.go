@@ -20,7 +20,8 @@ const (
 // it was started at first. It also answers as an ollama and a ComfyUI would, with made-up numbers.
 type kobold struct {
 	*shape
-	begun time.Time
+	begun  time.Time
+	leaves bool // its process is about to end: it says what it said until then; guarded by Server.mu
 }
 
 func newKobold(l *life) http.Handler {
@@ -80,7 +81,10 @@ var koboldSpeech = speech{
 
 func (k *kobold) model(w http.ResponseWriter, _ *http.Request) {
 	name := "inactive"
-	if k.phase(k.m) == loaded {
+	k.l.s.mu.Lock()
+	there := k.m.phase == loaded || k.leaves
+	k.l.s.mu.Unlock()
+	if there {
 		name = "koboldcpp/" + k.m.name
 	}
 	writeJSON(w, http.StatusOK, map[string]string{"result": name})
@@ -121,10 +125,21 @@ func (k *kobold) reload(w http.ResponseWriter, r *http.Request) {
 }
 
 func (k *kobold) startAnew(load bool) {
-	if k.l.sleep(k.l.ctx, koboldWait) != nil || k.l.unload(k.l.ctx, k.m) != nil {
+	if k.l.sleep(k.l.ctx, koboldWait) != nil {
 		return // it has died meanwhile
+	}
+	k.leave(k.phase(k.m) == loaded)
+	defer k.leave(false)
+	if k.l.unload(k.l.ctx, k.m) != nil {
+		return // so it has
 	}
 	if k.phase(k.m) != loaded { // else it was told to lie
 		k.l.reincarnate("", koboldPause, load, k.l.s.options().Preloaded)
 	}
+}
+
+func (k *kobold) leave(on bool) {
+	k.l.s.mu.Lock()
+	defer k.l.s.mu.Unlock()
+	k.leaves = on
 }

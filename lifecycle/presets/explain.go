@@ -47,7 +47,7 @@ func (p *Preset) Explain() ([]Row, error) {
 	add("load", p.load(&l))
 	add("unload", p.unload(&l))
 	add("busy", busy(&l))
-	if c.Async {
+	if c.Async || len(c.AsyncRoutes) > 0 {
 		on := "all its GPU work"
 		if len(c.AsyncRoutes) > 0 {
 			on = quoted(c.AsyncRoutes)
@@ -119,6 +119,8 @@ func (p *Preset) residency(l *httplife.Lifecycle) string {
 
 func (p *Preset) load(l *httplife.Lifecycle) string {
 	switch {
+	case l.Load != nil && p.About.NeedsProcess:
+		return "the start of its process, then " + inWords(l.Load, "")
 	case l.Load != nil:
 		return inWords(l.Load, "")
 	case p.About.NeedsProcess:

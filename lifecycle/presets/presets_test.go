@@ -116,6 +116,7 @@ func TestEveryPresetIsAValidPartOfAConsumer(t *testing.T) {
 func TestWhatLoadsAndUnloadsIsRefusedToClients(t *testing.T) {
 	free := []string{ // they free what nobody uses, and harm nobody; ollama's load and unload are ordinary requests
 		"POST /free", "POST /api/v2/models/empty_model_cache", "POST /api/generate", "POST /api/embed", "POST /engines/v1/chat/completions",
+		"GET /health", // a load that only waits
 	}
 	for _, name := range presets.Names() {
 		consumer, guest := read(t, name)

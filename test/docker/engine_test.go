@@ -26,6 +26,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/docker"
 	_ "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
+	"github.com/gpu-broker/caddy-gpu-broker/test/onecard"
 )
 
 // patience is far longer than anything here takes.
@@ -40,9 +41,14 @@ type daemon struct {
 	api *client.Client
 }
 
+func TestRealDaemonRuns(t *testing.T) { onecard.Runs(t) }
+
 func TestMain(m *testing.M) {
+	if onecard.Cannot() != "" {
+		os.Exit(m.Run())
+	}
 	if os.Getenv("GPU_BROKER_DOCKERD") == "" {
-		fmt.Fprintln(os.Stderr, `docker: these tests run with a Docker of their own: go test -exec "$PWD/test/docker/inside.sh" -tags real ./test/docker/...`)
+		fmt.Fprintln(os.Stderr, `docker: these tests run with a Docker of their own: GPU_BROKER_CADDY=$PWD/bin/caddy go test -exec "$PWD/test/docker/inside.sh" -tags real ./test/docker/...`)
 		os.Exit(1)
 	}
 	if err := engine.prepare(); err != nil {
@@ -66,7 +72,7 @@ func (d *daemon) prepare() error {
 	if err := d.start(); err != nil {
 		return err
 	}
-	return d.image()
+	return d.images()
 }
 
 // start starts the daemon and waits until it answers.
@@ -93,26 +99,36 @@ func (d *daemon) stop() {
 	_ = d.cmd.Wait() // how it ends is its own affair
 }
 
-// image makes the image mortal out of the server alone.
-func (d *daemon) image() error {
-	dir, err := os.MkdirTemp("", "mortal")
+// images makes an image of each of the servers, out of its program alone.
+func (d *daemon) images() error {
+	dir, err := os.MkdirTemp("", "images")
 	if err != nil {
 		return err
 	}
 	defer func() { _ = os.RemoveAll(dir) }()
-	path := filepath.Join(dir, "mortal")
-	build := exec.Command("go", "build", "-o", path, "github.com/gpu-broker/caddy-gpu-broker/test/mortal")
+	const module = "github.com/gpu-broker/caddy-gpu-broker"
+	build := exec.Command("go", "build", "-o", dir+"/", module+"/test/mortal", module+"/cmd/modelserver")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := build.CombinedOutput(); err != nil {
-		return fmt.Errorf("building the server: %w: %s", err, out)
+		return fmt.Errorf("building the servers: %w: %s", err, out)
 	}
+	for _, name := range []string{"mortal", "modelserver"} {
+		if err := d.image(name, filepath.Join(dir, name)); err != nil {
+			return fmt.Errorf("image %s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+// image makes an image of one program, with its name.
+func (d *daemon) image(name, path string) error {
 	program, err := os.ReadFile(path)
 	if err != nil {
 		return err
 	}
 	var layer bytes.Buffer
 	w := tar.NewWriter(&layer)
-	if err := w.WriteHeader(&tar.Header{Name: "mortal", Mode: 0o755, Size: int64(len(program))}); err != nil {
+	if err := w.WriteHeader(&tar.Header{Name: name, Mode: 0o755, Size: int64(len(program))}); err != nil {
 		return err
 	}
 	if _, err := w.Write(program); err != nil {
@@ -121,7 +137,7 @@ func (d *daemon) image() error {
 	if err := w.Close(); err != nil {
 		return err
 	}
-	answer, err := d.api.ImageImport(context.Background(), client.ImageImportSource{Source: &layer, SourceName: "-"}, "mortal", client.ImageImportOptions{})
+	answer, err := d.api.ImageImport(context.Background(), client.ImageImportSource{Source: &layer, SourceName: "-"}, name, client.ImageImportOptions{})
 	if err != nil {
 		return err
 	}
@@ -147,16 +163,22 @@ func newSite(t *testing.T, args []string, alter ...func(*container.Config, *cont
 	for _, f := range alter {
 		f(config, host)
 	}
-	_, err := engine.api.ContainerCreate(t.Context(), client.ContainerCreateOptions{Config: config, HostConfig: host, Name: s.name})
+	create(t, s.name, config, host)
+	s.reopen("")
+	return s
+}
+
+// create makes a container, until the test ends.
+func create(t *testing.T, name string, config *container.Config, host *container.HostConfig) {
+	t.Helper()
+	_, err := engine.api.ContainerCreate(t.Context(), client.ContainerCreateOptions{Config: config, HostConfig: host, Name: name})
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		_, err := engine.api.ContainerRemove(context.Background(), s.name, client.ContainerRemoveOptions{Force: true})
+		_, err := engine.api.ContainerRemove(context.Background(), name, client.ContainerRemoveOptions{Force: true})
 		if t.Failed() && err != nil {
 			t.Log(err)
 		}
 	})
-	s.reopen("")
-	return s
 }
 
 // reopen makes a driver with further fields of JSON; the test closes it at its end.
@@ -184,8 +206,13 @@ func (s *site) load() {
 // state is what Docker says.
 func (s *site) state() *container.State {
 	s.t.Helper()
-	answer, err := engine.api.ContainerInspect(context.Background(), s.name, client.ContainerInspectOptions{})
-	require.NoError(s.t, err)
+	return inspect(s.t, s.name)
+}
+
+func inspect(t *testing.T, name string) *container.State {
+	t.Helper()
+	answer, err := engine.api.ContainerInspect(context.Background(), name, client.ContainerInspectOptions{})
+	require.NoError(t, err)
 	return answer.Container.State
 }
 

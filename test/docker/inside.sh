@@ -1,16 +1,24 @@
 #!/usr/bin/env bash
 # Runs a program in namespaces in which it can start a Docker daemon of its own:
-#     go test -exec "$PWD/test/docker/inside.sh" -tags real ./test/docker/...
+#     GPU_BROKER_CADDY=$PWD/bin/caddy go test -exec "$PWD/test/docker/inside.sh" -tags real ./test/docker/...
 # The daemon pulls nothing, has no network, ends with the namespaces and leaves nothing behind. Needs root.
 set -euo pipefail
 
 say() { echo "docker: $*" >&2; }
 
-# Of control groups, those hierarchies of version 1 that Docker needs and this kernel has; none: it has version 2 alone.
+# The hierarchies of control groups of version 1, by their controllers; none where memory is version 2's, as Docker then wants that alone.
 old=()
-for controller in devices memory freezer; do
-	if grep -qE "^[1-9][0-9]*:$controller:" /proc/self/cgroup; then old+=("$controller"); fi
-done
+if grep -qE '^[0-9]+:memory:' /proc/self/cgroup; then
+	mapfile -t old < <(cut -d: -f2 /proc/self/cgroup | grep .)
+fi
+# Mounts such a hierarchy.
+mount_old() {
+	mkdir "$2"
+	case "$1" in
+	name=*) mount -t cgroup -o "none,$1" none "$2" ;;
+	*) mount -t cgroup -o "$1" none "$2" ;;
+	esac
+}
 
 if [ "${1-}" != --in ] && [ "${1-}" != --leaf ]; then
 	for program in dockerd containerd runc; do
@@ -42,11 +50,13 @@ if [ "${1-}" != --in ] && [ "${1-}" != --leaf ]; then
 	trap clean EXIT
 	mkdir "$tree/unified"
 	mount -t cgroup2 none "$tree/unified"
-	for controller in "${old[@]}"; do
-		mkdir "$tree/$controller"
-		mount -t cgroup -o "$controller" none "$tree/$controller"
+	for hierarchy in "${old[@]}"; do mount_old "$hierarchy" "$tree/${hierarchy#name=}"; done
+	for hierarchy in "$tree"/*; do
+		mkdir "$hierarchy/$group"
+		for needed in cpuset.cpus cpuset.mems; do
+			if [ -e "$hierarchy/$needed" ]; then cat "$hierarchy/$needed" >"$hierarchy/$group/$needed"; fi
+		done
 	done
-	for hierarchy in "$tree"/*; do mkdir -p "$hierarchy/$group"; done
 	code=0
 	(
 		for hierarchy in "$tree"/*; do echo "$BASHPID" >"$hierarchy/$group/cgroup.procs"; done
@@ -66,6 +76,9 @@ shift
 # In namespaces of our own. What the daemon keeps is in a /run that only it sees.
 mount --make-rprivate /
 mount -t tmpfs tmpfs /run
+export TMPDIR=/run/tmp # so that nothing is left of tests that break off, either
+mkdir -m 1777 "$TMPDIR"
+umount -a -t cgroup,cgroup2 # what is mounted elsewhere, too: containerd takes the first that it finds
 if mountpoint -q /sys/fs/cgroup; then umount -R /sys/fs/cgroup; fi
 if [ ${#old[@]} -eq 0 ]; then
 	mount -t cgroup2 none /sys/fs/cgroup
@@ -74,10 +87,7 @@ if [ ${#old[@]} -eq 0 ]; then
 	done
 else
 	mount -t tmpfs tmpfs /sys/fs/cgroup
-	for controller in "${old[@]}"; do
-		mkdir "/sys/fs/cgroup/$controller"
-		mount -t cgroup -o "$controller" none "/sys/fs/cgroup/$controller"
-	done
+	for hierarchy in "${old[@]}"; do mount_old "$hierarchy" "/sys/fs/cgroup/${hierarchy#name=}"; done
 fi
 ip link set lo up
 

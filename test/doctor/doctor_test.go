@@ -142,6 +142,7 @@ func TestDoctorFindsEveryFaultAndSaysHowToMendIt(t *testing.T) {
 	handle {
 		gpu_broker open
 		reverse_proxy {http.gpu_broker.upstream} {
+			header_up X-Token {env.GPU_BROKER_DOCTOR_TOKEN}
 			transport http {
 				response_header_timeout 20s
 			}
@@ -169,6 +170,7 @@ func TestDoctorFindsEveryFaultAndSaysHowToMendIt(t *testing.T) {
 		{"a program that is not there", doctor.Error, "programless", "process no-such-model-server", `exec: "no-such-model-server": executable file not found`, "install it"},
 		{"a preset that is misspelt", doctor.Error, "misspelt", "preset olama", `unknown preset "olama": did you mean ollama?`, "write ollama"},
 		{"a placeholder without a value", doctor.Error, "unset", "upstream {env.GPU_BROKER_DOCTOR_NOPE}", "{env.GPU_BROKER_DOCTOR_NOPE}", "set what the placeholder names"},
+		{"another, that Caddy would pass over", doctor.Warning, "", "header_up X-Token", "{env.GPU_BROKER_DOCTOR_TOKEN} has no value here", "set GPU_BROKER_DOCTOR_TOKEN where Caddy runs"},
 		{"a route to nobody", doctor.Error, "", "gpu_broker opne", `unknown consumer "opne": did you mean open?`, "write open"},
 	} {
 		told := 0

@@ -133,14 +133,14 @@ func (m *machine) run(args ...string) (stdout, stderr string, status int) {
 	ctx, cancel := context.WithTimeout(m.t.Context(), patience)
 	defer cancel()
 	cmd := m.command(ctx, args...)
-	var out, errors_ bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, &errors_
+	var out, failed bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &failed
 	err := cmd.Run()
 	var exit *exec.ExitError
 	if !errors.As(err, &exit) {
 		require.NoError(m.t, err)
 	}
-	return out.String(), errors_.String(), cmd.ProcessState.ExitCode()
+	return out.String(), failed.String(), cmd.ProcessState.ExitCode()
 }
 
 // doctor runs the command doctor on a configuration.

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu/simulated"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
@@ -20,11 +21,13 @@ var themes = []struct {
 }{
 	{"reloads", []string{"good reload", "good reload", "bad reload", "look"}},
 	{"servers", []string{"kill", "fault", "fault", "fault", "look"}},
+	{"started", []string{"kill process", "kill process", "kill process", "fault of a process", "fault of a process", "slow start", "bad command", "good reload", "look"}},
 	{"calm", []string{"look"}},
-	{"memory", []string{"outsider", "outsider", "telemetry", "gpu"}},
+	{"memory", []string{"outsider", "outsider", "telemetry", "gpu", "past the broker"}},
 	{"by hand", []string{"load", "unload", "drain", "drain all", "good reload", "look"}},
 	{"queue", []string{"lend", "pin", "guard", "guard", "explain", "good reload", "look"}},
-	{"all", []string{"good reload", "bad reload", "kill", "fault", "fault", "outsider", "telemetry", "gpu", "load", "unload", "drain", "drain all", "lend", "pin", "guard", "look"}},
+	{"all", []string{"good reload", "bad reload", "kill", "fault", "fault", "outsider", "telemetry", "gpu", "load", "unload", "drain", "drain all", "lend", "pin", "guard", "look",
+		"kill process", "fault of a process", "slow start", "bad command", "past the broker"}},
 }
 
 // themeLasts is how long each of them does.
@@ -71,13 +74,17 @@ func soakActs() map[string]func(k *soak, ctx context.Context, dice *rand.Rand) {
 		"pin":       (*soak).pinByHand,
 		"guard":     (*soak).guard,
 		"explain":   (*soak).explain,
+
+		"kill process": (*soak).killProcess, "fault of a process": (*soak).faultOfProcess, "slow start": (*soak).slowStart,
+		"bad command": (*soak).badCommand, "past the broker": (*soak).pastTheBroker,
 	}
 }
 
-// soakNames are the consumers with a place on the GPU; soakServers all that there are.
+// soakInside are the consumers whose servers are this process's; soakNames those with a slot of their own, soakServers all that there are.
 var (
-	soakNames   = []string{"text", "voice", "lazy", "llm", "image", "embed", "pinned", "guest"}
-	soakServers = append(slices.Clone(soakNames), "sky")
+	soakInside  = []string{"text", "voice", "lazy", "llm", "image", "embed", "pinned", "guest", "library", "sky"}
+	soakNames   = append(slices.Clone(soakInside[:len(soakInside)-1]), soakProcesses...)
+	soakServers = append(slices.Clone(soakNames), "sky", "twin")
 )
 
 // lasting does something in the background for a while and undoes it, unless the subject has trouble already.
@@ -102,7 +109,7 @@ func someTime(dice *rand.Rand, from, to time.Duration) time.Duration {
 }
 
 func (k *soak) kill(ctx context.Context, dice *rand.Rand) {
-	name := soakServers[dice.IntN(len(soakServers))]
+	name := soakInside[dice.IntN(len(soakInside))]
 	srv := k.servers[name]
 	k.lasting(ctx, name, someTime(dice, 50*time.Millisecond, 1500*time.Millisecond), func() func() {
 		end := k.spells.begin(spellServer, name, "killed")
@@ -150,7 +157,7 @@ var soakFaults = []struct {
 }
 
 func (k *soak) fault(ctx context.Context, dice *rand.Rand) {
-	name := soakServers[dice.IntN(len(soakServers))]
+	name := soakInside[dice.IntN(len(soakInside))]
 	fault := soakFaults[dice.IntN(len(soakFaults))]
 	srv := k.servers[name]
 	k.lasting(ctx, name, someTime(dice, fault.most/4, fault.most), func() func() {
@@ -320,6 +327,9 @@ func (k *soak) allowCloud(yes bool) {
 // explain asks what would happen, which must have no effect that anybody could see.
 func (k *soak) explain(_ context.Context, dice *rand.Rand) {
 	name := soakServers[dice.IntN(len(soakServers))]
+	if name == "library" { // what would happen depends on the model
+		name = broker.SlotName(name, []string{"small", "large"}[dice.IntN(2)])
+	}
 	k.adminTurn.RLock()
 	defer k.adminTurn.RUnlock()
 	status, body := k.admin0("GET", fmt.Sprintf("/gpu_broker/explain?consumer=%s&priority=%d", name, dice.IntN(200)), "", nil)
@@ -341,9 +351,12 @@ func (k *soak) lookByAdmin(_ context.Context, dice *rand.Rand) {
 }
 
 func (k *soak) goodReload(_ context.Context, dice *rand.Rand) {
-	next := k.settings()
-	next.edit++
-	switch dice.IntN(12) {
+	k.changed(func(next *settings) { change(next, dice) })
+}
+
+// change changes one of them, or none.
+func change(next *settings, dice *rand.Rand) {
+	switch dice.IntN(15) {
 	case 0:
 		next.concurrency = 6 - next.concurrency
 	case 1:
@@ -366,14 +379,23 @@ func (k *soak) goodReload(_ context.Context, dice *rand.Rand) {
 		next.reserved = !next.reserved
 	case 10:
 		next.log = 1 - next.log
+	case 11:
+		next.child++
+	case 12:
+		next.fork++
 	}
-	k.reloadTo(next)
 }
 
 // reloadTo gives Caddy a configuration that it must take.
-func (k *soak) reloadTo(next settings) {
+func (k *soak) reloadTo(next settings) { k.changed(func(s *settings) { *s = next }) }
+
+// changed gives Caddy the present configuration with a change.
+func (k *soak) changed(change func(*settings)) {
 	k.adminTurn.Lock()
 	defer k.adminTurn.Unlock()
+	next := k.settings()
+	next.edit++
+	change(&next)
 	end := k.spells.begin(spellReload, "", "good reload")
 	defer end()
 	if !next.guest && k.gone == nil {

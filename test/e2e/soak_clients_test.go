@@ -51,6 +51,7 @@ type asked struct {
 	may     []string // who else may answer, by its ladder
 	byModel bool     // its route finds out who is meant
 	alias   string   // by which that is asked for
+	model   string   // of a consumer that has several
 	wants   string   // the code by which it must be refused
 	own     bool     // the broker itself answers
 	beats   bool     // comments may come before its answer
@@ -89,6 +90,8 @@ var kindsOfClient = []struct {
 	{"listener", 4, 600 * time.Millisecond, (*soaker).listener},
 	{"ladder", 4, 600 * time.Millisecond, (*soaker).ladder},
 	{"cloud", 1, 500 * time.Millisecond, (*soaker).cloud},
+	{"started", 6, 300 * time.Millisecond, (*soaker).ofProcess},
+	{"models", 4, 500 * time.Millisecond, (*soaker).ofLibrary},
 	{"in vain", 1, 300 * time.Millisecond, (*soaker).inVain},
 }
 

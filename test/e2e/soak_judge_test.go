@@ -45,7 +45,10 @@ const (
 	ownError  = "server's own error"
 	keepAlive = "keep-alive race"
 	notThere  = "not configured"
-	bad       = "WRONG"
+
+	// A request that needs no GPU does not keep the server running that it is passed to.
+	stoppedUnder = "server stopped or starting"
+	bad          = "WRONG"
 )
 
 func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
@@ -66,7 +69,10 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 		}
 		return k.wrong(a, "no answer: %v", got.err)
 	case got.err != nil:
-		if disturbed {
+		if a.cheap && isProcess(a.consumer) {
+			return stoppedUnder
+		}
+		if disturbed && (!isProcess(a.consumer) || k.died(a)) {
 			return brokenOff
 		}
 		return k.wrong(a, "cut after %d bytes: %v", len(got.body), got.err)
@@ -86,19 +92,28 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 		}
 		return k.wrong(a, "no route; it was configured for %s", k.spells.since(spellGone, got.at))
 	}
-	by := got.header.Get("X-Modelserver")
+	by, _, _ := splitServer(a.server())
 	switch {
 	case by != "" && !k.mayAnswer(a, by):
 		return k.wrong(a, "the answer is %s's", by)
+	case got.status == 502 && a.cheap && isProcess(a.consumer):
+		return stoppedUnder
 	case got.status >= 400 && (disturbed || k.scarce(a.began, got.at)) && (by != "" || a.cheap):
 		return ownError
 	case got.status >= 400 || got.status < 200 || by == "":
 		return k.wrong(a, "status %d from %q: %.200q", got.status, by, got.body)
 	}
-	if !a.cheap && got.header.Get("X-Gpu-Broker-Consumer") != by {
-		return k.wrong(a, "X-GPU-Broker-Consumer is %q, the answer is %s's", got.header.Get("X-Gpu-Broker-Consumer"), by)
+	if told := got.header.Get("X-Gpu-Broker-Consumer"); !a.cheap {
+		if serverOf(told) != by || isProcess(by) && told != a.consumer {
+			return k.wrong(a, "X-GPU-Broker-Consumer is %q, the answer is %s's", told, by)
+		}
+		a.by = told
 	}
-	a.by = by
+	if isProcess(by) {
+		if why := k.byStart(a); why != "" {
+			return k.wrong(a, "%s", why)
+		}
+	}
 	if why := wrong(got.body); why != "" {
 		return k.wrong(a, "%s", why)
 	}
@@ -107,7 +122,7 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 	}
 	if !a.cheap {
 		k.rec.waited(waitOf(got.header.Get("Server-Timing")))
-		k.rec.count("served by", by)
+		k.rec.count("served by", a.by)
 	}
 	return served
 }
@@ -151,19 +166,22 @@ func (k *soak) explained(a *asked, code string) bool {
 	case "budget_exceeded", "queue_full": // there is more to do than can be done
 		return true
 	case "unhealthy": // a ComfyUI that has lost its GPU is
-		return lay(2*time.Second, spellServer, a.by) || lay(5*time.Second, spellGPU, "")
+		return !isProcess(a.by) && lay(2*time.Second, spellServer, a.by) || lay(5*time.Second, spellGPU, "")
 	case "unknown_model": // by the handler of an old configuration
 		return k.maybeGone(a) || a.alias == sometimes && k.maybeRuled(a, func(s settings) bool { return !s.alias })
 	case "server_died":
+		if isProcess(a.by) {
+			return k.died(a)
+		}
 		return lay(2*time.Second, spellServer, a.by)
 	case "not_running":
-		return lay(2*time.Second, spellReload, "") || k.maybeGone(a)
+		return lay(2*time.Second, spellReload, "") || k.maybeGone(a) || a.cheap && isProcess(a.consumer)
 	case "draining":
-		return lay(time.Second, spellDrain, a.by)
+		return lay(time.Second, spellDrain, serverOf(a.by))
 	case "gpu_lost":
 		return lay(5*time.Second, spellGPU, "")
 	case "load_failed": // and a while after: it cools down
-		return lay(65*time.Second, spellServer, a.by) || lay(65*time.Second, spellMemory, "") || lay(65*time.Second, spellGPU, "") || lay(65*time.Second, spellTelemetry, "")
+		return lay(65*time.Second, spellServer, serverOf(a.by)) || lay(65*time.Second, spellMemory, "") || lay(65*time.Second, spellGPU, "") || lay(65*time.Second, spellTelemetry, "")
 	case "vram_exhausted": // memory that outsiders or lying servers keep
 		return lay(15*time.Second, spellServer, "") || lay(15*time.Second, spellMemory, "") || lay(15*time.Second, spellTelemetry, "") || lay(15*time.Second, spellGPU, "")
 	}
@@ -194,7 +212,7 @@ func (a *asked) since() time.Time {
 // to, or one of its ladder, while there is a ladder. Past a guard that held for the whole request nothing goes to the cloud.
 func (k *soak) mayAnswer(a *asked, by string) bool {
 	switch {
-	case by == a.consumer:
+	case by == a.consumer || by == serverOf(a.consumer):
 		return true
 	case !slices.Contains(a.may, by) || !k.maybeRuled(a, func(s settings) bool { return s.ladder }):
 		return false
@@ -209,7 +227,12 @@ func (k *soak) disturbedAny(a *asked) bool {
 
 // disturbed says whether a consumer's server was made to fail in a time.
 func (k *soak) disturbed(consumer string, from, to time.Time) bool {
-	return k.spells.between(from, to, consequences, spellServer, consumer)
+	return k.spells.between(from, to, consequences, spellServer, serverOf(consumer))
+}
+
+// died says whether the server that the broker has started for a consumer was killed, or died, while a request ran.
+func (k *soak) died(a *asked) bool {
+	return k.spells.between(a.began, a.got.at, consequences, spellKilled, serverOf(a.consumer))
 }
 
 // scarce says whether servers may have run out of memory in a time through no fault of the broker's.
@@ -294,5 +317,8 @@ func (k *soak) lookAtWork(name string, srv *modelserver.Server) {
 			k.rec.violation("%s worked twice on %s", name, e.Tag)
 		}
 		k.worked[e.Tag] = true
+		if name == "library" && !strings.HasPrefix(e.Tag, "library-"+e.Model+"-") {
+			k.rec.violation("library worked on %s with its model %s", e.Tag, e.Model)
+		}
 	}
 }

@@ -12,6 +12,8 @@ import (
 	"strconv"
 	"sync"
 	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
 )
 
 // expected is what the request log must hold in the end, by what the clients
@@ -97,7 +99,7 @@ func (k *soak) requestLog() {
 		}
 		codes[line[7]]++
 		if line[7] == "200" {
-			by[line[1]]++
+			by[broker.ConsumerOf(line[1])]++
 		}
 	}
 	k.rec.mu.Lock()
@@ -159,7 +161,7 @@ func (k *soak) lineIsWrong(line []string) string {
 	switch {
 	case err != nil || at.Before(k.rec.began.Add(-time.Second)) || at.After(time.Now()):
 		return "its time"
-	case !slices.Contains(soakServers, line[1]):
+	case !slices.Contains(soakServers, broker.ConsumerOf(line[1])):
 		return "its consumer"
 	case notNumber != nil || !slices.Contains([]int{10, 30, 50, 80, 90, 100}, priority):
 		return "its priority"

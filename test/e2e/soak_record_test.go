@@ -129,6 +129,8 @@ const (
 	spellGuard     = "guard"     // nothing may go to the cloud by a ladder
 	spellPin       = "pin"       // somebody pins a consumer, or it is pinned
 	spellPinned    = "pinned"    // … is pinned for certain
+	spellKilled    = "killed"    // a server that the broker has started is killed, or dies
+	spellSlow      = "slow"      // such a server starts slowly
 )
 
 // spell is a time in which something is wrong on purpose.

@@ -19,7 +19,7 @@ const chatModel = "tiny"
 // soakNamesOf are the names by which the soak's clients ask for its consumers.
 var soakNamesOf = map[string][]string{
 	"text": {"text", "words:7b", "gpt-4o", sometimes}, "voice": {"voice", "tts-1"}, "lazy": {"lazy", "slow.model"}, "embed": {"embed", "text-embedding-3-small"},
-	"pinned": {"pinned"}, "guest": {"guest", "visitor"}, "llm": {"llm", chatModel}, "sky": {"sky", "hosted"},
+	"library": {"small", "large"}, "pinned": {"pinned"}, "guest": {"guest", "visitor"}, "llm": {"llm", chatModel}, "sky": {"sky", "hosted"},
 }
 
 // sometimes is an alias of text that reloads take away and bring back.
@@ -76,7 +76,7 @@ const (
 )
 
 // soakLayout is a card of 24 GiB and servers of 45 GiB, in all manners; and one that runs elsewhere.
-func soakLayout(sky string) layout {
+func soakLayout(sky, started, routes string) layout {
 	server := func(name string, vram float64, load time.Duration, lines ...string) consumer {
 		if names := soakNamesOf[name]; len(names) > 1 {
 			lines = append(lines, "alias "+strings.Join(names[1:], " "))
@@ -117,9 +117,10 @@ func soakLayout(sky string) layout {
 			"abandon_after 500ms", "outsider_wait 1s", "idle_timeout 4s",
 			"credit 3s", "client_cooldown 20ms", "stay_warm llm 3s", "restore voice after 2s", "request_log {env.HOME}/requests.csv",
 			"consumer sky {\ncloud\nalias hosted\nupstream " + sky + "\n}",
+			started,
 		}, "\n"),
-		Consumers: []consumer{text, voice, lazy, llm, image, embed, pinned, guest},
-		Routes:    soakRoutes,
+		Consumers: []consumer{text, voice, lazy, llm, image, embed, pinned, guest, soakLibrary()},
+		Routes:    routes + soakRoutes,
 	}
 }
 
@@ -136,13 +137,15 @@ type settings struct {
 	vram        float64 // of voice, in GiB: at least 7, which is what it takes
 	idle        string  // idle_timeout
 	pin         bool
-	guest       bool // whether that consumer is there
-	cooldown    bool // client_cooldown
-	heartbeat   bool // on the route /model/*
-	ladder      bool // on the route /ladder/*
-	alias       bool // sometimes
-	reserved    bool // a place of text's
-	log         int  // of two request logs
+	guest       bool   // whether that consumer is there
+	cooldown    bool   // client_cooldown
+	heartbeat   bool   // on the route /model/*
+	ladder      bool   // on the route /ladder/*
+	alias       bool   // sometimes
+	reserved    bool   // a place of text's
+	log         int    // of two request logs
+	child, fork int    // editions of their commands
+	broken      string // whose command can't start
 }
 
 var soakSettings = settings{concurrency: 4, vram: 7, idle: "4s", pin: true, guest: true, cooldown: true, heartbeat: true, ladder: true, alias: true, reserved: true}
@@ -169,6 +172,7 @@ func (c settings) apply(base string) string {
 			replace(word, strings.Repeat("\n", strings.Count(word, "\n")))
 		}
 	}
+	c.commands(replace)
 	if c.log == 1 {
 		replace("/requests.csv", "/others.csv")
 	}

@@ -37,8 +37,9 @@ type soak struct {
 	adminTurn sync.RWMutex // a reload starts the admin endpoint anew
 	gone      func()       // ends the spell in which guest isn't there; guarded by adminTurn
 
-	mu    sync.Mutex
-	confs []ruling // that Caddy took, oldest first
+	mu      sync.Mutex
+	confs   []ruling   // that Caddy took, oldest first
+	answers []answered // of servers that the broker has started
 
 	pending  sync.WaitGroup // what chaos does in the background
 	subjects sync.Map       // that have trouble
@@ -48,6 +49,9 @@ type soak struct {
 	seen      map[string]modelserver.Stats  // by the watch
 	seenEvent map[string]int
 	worked    map[string]bool
+
+	scripts string               // the folder of what the broker starts
+	killed  map[string]time.Time // when each of these was killed last
 }
 
 // ruling is a configuration and when it may have ruled.
@@ -101,13 +105,20 @@ func TestSoak(t *testing.T) {
 	t.Logf("quiet after the storm:  %s", last)
 	k.requestLog()
 	k.compare(first, last)
+	k.starts()
+	k.left()
 }
 
 func newSoak(t *testing.T, seed int64, hard context.Context) *soak {
 	sky, err := modelserver.Start(modelserver.Options{Name: "sky", SimDir: t.TempDir(), Total: gib(1), VRAM: gib(0.5), Preloaded: true, RunTime: 20 * time.Millisecond})
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = sky.Close() })
-	k := &soak{site: start(t, soakLayout(sky.Addr())), seed: seed, hard: hard, rec: newRecord(), log: newExpected(), spells: &spells{}, acts: soakActs(),
+	bin, err := modelserverBin()
+	require.NoError(t, err)
+	scripts := t.TempDir()
+	require.NoError(t, soakScripts(scripts, bin))
+	started, routes := soakStarted(scripts, func() string { return portRange(t) })
+	k := &soak{site: start(t, soakLayout(sky.Addr(), started, routes)), scripts: scripts, killed: map[string]time.Time{}, seed: seed, hard: hard, rec: newRecord(), log: newExpected(), spells: &spells{}, acts: soakActs(),
 		seen: map[string]modelserver.Stats{}, seenEvent: map[string]int{}, worked: map[string]bool{},
 		confs: []ruling{{settings: soakSettings}}}
 	k.servers["sky"] = sky
@@ -169,6 +180,7 @@ func (k *soak) settle() sample {
 		time.Sleep(50 * time.Millisecond)
 	}
 	k.freshRequests()
+	k.comesBack()
 	k.client.CloseIdleConnections()
 	return k.calmest()
 }
@@ -194,7 +206,15 @@ func (k *soak) unquiet(probes map[string]int) string {
 		}
 	}
 	for name, c := range st.Consumers {
-		s := c.Slots[0]
+		if why := k.unquietConsumer(name, c); why != "" {
+			return why
+		}
+	}
+	return ""
+}
+
+func (k *soak) unquietConsumer(name string, c broker.Consumer) string {
+	for _, s := range c.Slots {
 		switch {
 		case c.Removed:
 			return name + " is not gone yet"
@@ -221,6 +241,10 @@ func (k *soak) freshRequests() {
 			c.chat(k.hard)
 		case "image":
 			c.image(k.hard)
+		case "library":
+			c.ofLibrary(k.hard)
+		case "child", "fork", "twin":
+			c.prove(name, 10)
 		default:
 			a := c.ask(name, "POST", "/proof", "ms", 10)
 			c.send(k.hard, a)
@@ -351,7 +375,7 @@ func (k *soak) report(lasts time.Duration) {
 		fmt.Fprintf(&b, "  %-18s %s\n", name, fmt.Sprintf(format, args...))
 	}
 	line("storm", "%s, SOAK_SEED=%d", lasts, k.seed)
-	for _, group := range []string{"outcome", "code", "kind", "served by", "ladder", "listening", "image work", "websocket", "chaos", "bad reload", "fault", "by hand", "server", "request log", "looks"} {
+	for _, group := range []string{"outcome", "code", "kind", "served by", "ladder", "listening", "image work", "websocket", "models", "library holds", "chaos", "bad reload", "fault", "killed", "starts", "comes back", "by hand", "server", "request log", "looks"} {
 		line(group, "%s", k.rec.line(group))
 	}
 	for _, name := range soakServers {

@@ -3,6 +3,8 @@
 package main
 
 import (
+	"bytes"
+	"errors"
 	"flag"
 	"fmt"
 	"net"
@@ -67,8 +69,23 @@ func serve(address string) error {
 		}
 		_, _ = fmt.Fprint(w, cmd.Process.Pid) // who asked is gone
 	})
+	http.HandleFunc("/eat", func(http.ResponseWriter, *http.Request) { eat() })
+	http.HandleFunc("/", func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = fmt.Fprintln(w, "well") // who asked is gone
+	})
 	return http.Serve(listener, nil)
 }
+
+// eat takes RAM until somebody puts an end to it, but not that of a whole machine.
+func eat() {
+	const bite, most = 1 << 20, 1 << 30
+	for eaten := 0; eaten < most; eaten += bite {
+		stomach = append(stomach, bytes.Repeat([]byte{1}, bite))
+	}
+	fatal(errors.New("nobody has bounded its RAM"))
+}
+
+var stomach [][]byte
 
 // tellReady tells systemd that it is ready, if it wants to know: see sd_notify(3).
 func tellReady() error {

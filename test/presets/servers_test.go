@@ -26,13 +26,17 @@ func (a ask) of(model string) ask {
 	return a
 }
 
-// sound is a form with a sound and the name of a model.
-func sound(path string) ask {
+// form is a form with a file, unless that is empty, and with fields by name and value in turn.
+func form(path, file string, fields ...string) ask {
 	var b bytes.Buffer
 	w := multipart.NewWriter(&b)
-	part, _ := w.CreateFormFile("file", "speech.wav") // a buffer takes all
-	_, _ = part.Write([]byte("RIFF"))
-	_ = w.WriteField("model", "MODEL")
+	if file != "" {
+		part, _ := w.CreateFormFile("file", "speech.wav") // a buffer takes all
+		_, _ = part.Write([]byte(file))
+	}
+	for i := 0; i+1 < len(fields); i += 2 {
+		_ = w.WriteField(fields[i], fields[i+1])
+	}
 	_ = w.Close()
 	return ask{"POST", path, w.FormDataContentType(), b.String()}
 }
@@ -54,13 +58,13 @@ var work = map[string]ask{
 	"sdnext":              picture,
 	"vllm":                chat,
 	"lmstudio":            chat,
-	"immich-ml":           post("/predict", `{"entries":"{}","text":"boat"}`),
+	"immich-ml":           form("/predict", "", "entries", `{"clip":{"textual":{"modelName":"x"}}}`, "text", "a boat"),
 	"textgen-webui":       chat,
-	"whispercpp":          sound("/inference"),
+	"whispercpp":          form("/inference", "RIFF"),
 	"localai":             chat,
 	"invokeai":            post("/api/v1/queue/default/enqueue_batch", `{"batch":{"graph":{"nodes":{}},"runs":1}}`),
 	"koboldcpp":           chat,
-	"speaches":            sound("/v1/audio/transcriptions"),
+	"speaches":            form("/v1/audio/transcriptions", "RIFF", "model", "MODEL"),
 	"kokoro":              speak,
 	"sglang":              chat,
 	"llama-swap":          chat,
@@ -96,13 +100,16 @@ func preset(t *testing.T, name string) *known {
 	return k
 }
 
+// async says whether its answers come before its work is done.
+func (k *known) async() bool { return k.consumer.Async || len(k.consumer.AsyncRoutes) > 0 }
+
 // The two models of a server that has several.
 const one, two = "org/one", "two"
 
 // layout is a site with the server; whole: its models are one to the broker, where that is possible.
 func (k *known) layout(whole bool) layout {
-	l := layout{options: modelserver.Options{Manner: modelserver.Manner(k.Name), VRAM: model, Residue: rest}, process: k.About.NeedsProcess}
-	lines := "preset " + k.Name
+	l := layout{options: modelserver.Options{Manner: modelserver.Manner(k.Name), VRAM: model, Residue: rest, AllowUnload: true}, process: k.About.NeedsProcess}
+	lines := "switch_cost 1ms\npreset " + k.Name
 	switch {
 	case k.About.Models != "" && whole:
 		l.options.Models = map[string]gpu.Bytes{k.first(): model}

@@ -116,11 +116,6 @@ func start(t *testing.T, l layout) *site {
 		gpu simulated %d {
 			dir %s
 		}
-		hold 0
-		overtake 0
-		overtake_min 0
-		probe_timeout 5s
-		outsider_wait 5s
 		%s
 		consumer server {
 			%s
@@ -149,7 +144,7 @@ http://127.0.0.1:%s {
 		gpu_broker_status
 	}
 }
-`, card, s.sim, withInterval(l.global), lines, s.rival.Addr(), model, port)
+`, card, s.sim, settings(l.global), lines, s.rival.Addr(), model, port)
 	require.NoError(t, os.WriteFile(filepath.Join(s.dir, "Caddyfile"), []byte(text), 0o600))
 	s.url = "http://127.0.0.1:" + port
 
@@ -183,12 +178,15 @@ http://127.0.0.1:%s {
 	return s
 }
 
-// withInterval lets probes come often, unless a test wants it otherwise.
-func withInterval(global string) string {
-	if strings.Contains(global, "probe_interval") {
-		return global
+// settings are the site's, with times that real servers need made short, unless a test wants them otherwise.
+func settings(own string) string {
+	lines := []string{own}
+	for _, line := range []string{"hold 0", "overtake 0", "overtake_min 0", "probe_interval 100ms", "probe_timeout 5s", "outsider_wait 5s"} {
+		if word, _, _ := strings.Cut(line, " "); !strings.Contains(own, word+" ") {
+			lines = append(lines, line)
+		}
 	}
-	return "probe_interval 100ms\n" + global
+	return strings.Join(lines, "\n")
 }
 
 // process is the line by which the broker starts the server.

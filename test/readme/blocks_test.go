@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	_ "github.com/gpu-broker/caddy-gpu-broker"
+	"github.com/gpu-broker/caddy-gpu-broker/doctor"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -110,6 +111,7 @@ func aside(t *testing.T) {
 	t.Cleanup(func() { caddy.DefaultStorage.Path = before })
 	t.Setenv("ENGINE_TOKEN", "test")
 	t.Setenv("MVOICE_TOKEN", "test")
+	t.Setenv("TABBY_ADMIN_KEY", "test")
 }
 
 func validate(t *testing.T, config []byte) {
@@ -155,7 +157,7 @@ func TestEveryCaddyfileIsFormattedAdaptsAndValidates(t *testing.T) {
 
 func TestEveryJSONConfigurationValidates(t *testing.T) {
 	for _, b := range blocks(t) {
-		if b.kind != "json" {
+		if b.kind != "json" || strings.HasPrefix(b.page, doctorsPage) {
 			continue
 		}
 		t.Run(b.page, func(t *testing.T) {
@@ -173,6 +175,31 @@ func TestAConfigurationWithAFaultWouldBeFound(t *testing.T) {
 	var cfg caddy.Config
 	require.NoError(t, caddy.StrictUnmarshalJSON(config, &cfg))
 	assert.ErrorContains(t, caddy.Validate(&cfg), `unknown consumer "nobody"`)
+}
+
+// doctorsPage is the one whose JSON is what the command doctor prints.
+const doctorsPage = "docs/doctor.md:"
+
+func TestTheReportThatIsShownIsOne(t *testing.T) {
+	found := false
+	for _, b := range blocks(t) {
+		if b.kind != "json" || !strings.HasPrefix(b.page, doctorsPage) {
+			continue
+		}
+		found = true
+		decoder := json.NewDecoder(strings.NewReader(b.text))
+		decoder.DisallowUnknownFields()
+		var report doctor.Report
+		require.NoError(t, decoder.Decode(&report), b.page)
+		count := map[doctor.Severity]int{}
+		for _, f := range report.Findings {
+			count[f.Severity]++
+		}
+		assert.NotZero(t, report.Errors+report.Warnings)
+		assert.Equal(t, report.Errors, count[doctor.Error])
+		assert.Equal(t, report.Warnings, count[doctor.Warning])
+	}
+	assert.True(t, found)
 }
 
 func TestTheDecisionThatIsShownIsOne(t *testing.T) {

@@ -26,8 +26,12 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/gpu/amdgpu"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu/simulated"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu/static"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/docker"
 	httplife "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/presets"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/process"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/systemd"
 	"github.com/gpu-broker/caddy-gpu-broker/nvml"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
@@ -38,14 +42,20 @@ var documented = map[string]reflect.Type{
 	"config.Consumer": reflect.TypeFor[config.Consumer](),
 	"config.Reserved": reflect.TypeFor[config.Reserved](),
 	"config.Restore":  reflect.TypeFor[config.Restore](),
+	"config.Model":    reflect.TypeFor[config.Model](),
 
+	"config.ModelFrom":        reflect.TypeFor[config.ModelFrom](),
 	"caddyfile.Route":         reflect.TypeFor[gpucaddyfile.Route](),
-	"caddyfile.ModelFrom":     reflect.TypeFor[gpucaddyfile.ModelFrom](),
 	"caddyfile.PriorityRange": reflect.TypeFor[gpucaddyfile.PriorityRange](),
+
+	"process.Lifecycle": reflect.TypeFor[process.Lifecycle](),
+	"systemd.Lifecycle": reflect.TypeFor[systemd.Lifecycle](),
+	"docker.Lifecycle":  reflect.TypeFor[docker.Lifecycle](),
 
 	"httplife.Lifecycle":  reflect.TypeFor[httplife.Lifecycle](),
 	"httplife.Route":      reflect.TypeFor[httplife.Route](),
 	"httplife.ForEach":    reflect.TypeFor[httplife.ForEach](),
+	"httplife.JobRoute":   reflect.TypeFor[httplife.JobRoute](),
 	"nvml.NVML":           reflect.TypeFor[nvml.NVML](),
 	"nvml.NvidiaSMI":      reflect.TypeFor[nvml.NvidiaSMI](),
 	"amdgpu.AMDGPU":       reflect.TypeFor[amdgpu.AMDGPU](),
@@ -58,6 +68,7 @@ var documented = map[string]reflect.Type{
 	"broker.Consumer":     reflect.TypeFor[broker.Consumer](),
 	"broker.Client":       reflect.TypeFor[broker.Client](),
 	"broker.Slot":         reflect.TypeFor[broker.Slot](),
+	"lifecycle.State":     reflect.TypeFor[lifecycle.State](),
 	"scheduler.Decision":  reflect.TypeFor[scheduler.Decision](),
 }
 
@@ -85,6 +96,9 @@ func TestEveryTypeOfAStatusAndOfTheConfigurationIsDocumented(t *testing.T) {
 		case reflect.Slice, reflect.Map, reflect.Pointer:
 			walk(typ.Elem())
 		case reflect.Struct:
+			if typ == reflect.TypeFor[time.Time]() {
+				return
+			}
 			assert.Contains(t, documented, typ.String())
 			for field := range typ.Fields() {
 				if field.Tag.Get("json") != "" {
@@ -211,7 +225,7 @@ func TestEveryErrorCodeIsDocumentedWithItsStatus(t *testing.T) {
 			statuses[literal(spec.Values[0])] = "503"
 		}
 	})
-	numbers := map[string]string{"StatusNotFound": "404", "StatusUnprocessableEntity": "422", "StatusGatewayTimeout": "504", "StatusBadRequest": "400",
+	numbers := map[string]string{"StatusForbidden": "403", "StatusNotFound": "404", "StatusUnprocessableEntity": "422", "StatusGatewayTimeout": "504", "StatusBadRequest": "400",
 		"StatusRequestEntityTooLarge": "413", "StatusServiceUnavailable": "503", "StatusBadGateway": "502", "StatusInternalServerError": "500"}
 	number := func(e ast.Expr) string {
 		s, ok := e.(*ast.SelectorExpr)
@@ -331,8 +345,7 @@ func TestEveryKindOfDecisionIsDocumented(t *testing.T) {
 func TestEveryPresetAndModuleIsDocumented(t *testing.T) {
 	all := pages(t)
 	for _, name := range presets.Names() {
-		assert.Contains(t, all["docs/servers.md"], "\n### "+name+"\n")
-		assert.Contains(t, all["docs/configuration.md"], "`"+name+"`")
+		assert.True(t, strings.Contains(all["docs/servers.md"], "\n### "+name+"\n"), "docs/servers.md has no section on %s", name)
 	}
 	for _, name := range config.GuestNames(config.SamplerNamespace) {
 		assert.Contains(t, all["docs/gpus.md"], "| `"+name+"` |")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs a program with a systemd of its own, with D-Bus and polkit, in namespaces that end with it:
-#     go test -exec "$PWD/test/systemd/inside.sh" -tags real ./test/systemd/...
+#     GPU_BROKER_CADDY=$PWD/bin/caddy go test -exec "$PWD/test/systemd/inside.sh" -tags real ./test/systemd/...
 # The systemd sees no unit of this host and changes nothing on it. Needs root.
 set -euo pipefail
 
@@ -36,6 +36,8 @@ shift
 # In a mount namespace of our own. The units and the bus live in a /run that only it sees.
 mount --make-rprivate /
 mount -t tmpfs tmpfs /run
+export TMPDIR=/run/tmp # so that nothing is left of tests that break off, either
+mkdir -m 1777 "$TMPDIR"
 if mountpoint -q /sys/fs/cgroup; then umount -R /sys/fs/cgroup; fi
 mount -t cgroup2 none /sys/fs/cgroup
 mount --bind /etc /etc

@@ -22,6 +22,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	_ "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/systemd"
+	"github.com/gpu-broker/caddy-gpu-broker/test/onecard"
 )
 
 // patience is far longer than anything here takes.
@@ -32,12 +33,17 @@ var program, pretending string
 
 const module = "github.com/gpu-broker/caddy-gpu-broker"
 
+func TestRealDaemonRuns(t *testing.T) { onecard.Runs(t) }
+
 func TestMain(m *testing.M) {
 	if as := os.Getenv("GPU_BROKER_TEST_AS_USER"); as != "" {
 		os.Exit(m.Run()) // a test that was started again as another user
 	}
+	if onecard.Cannot() != "" {
+		os.Exit(m.Run())
+	}
 	if os.Getenv("GPU_BROKER_SYSTEMD_UNITS") == "" {
-		fmt.Fprintln(os.Stderr, `systemd: these tests run with a systemd of their own: go test -exec "$PWD/test/systemd/inside.sh" -tags real ./test/systemd/...`)
+		fmt.Fprintln(os.Stderr, `systemd: these tests run with a systemd of their own: GPU_BROKER_CADDY=$PWD/bin/caddy go test -exec "$PWD/test/systemd/inside.sh" -tags real ./test/systemd/...`)
 		os.Exit(1)
 	}
 	dir, err := os.MkdirTemp("", "mortal")
