@@ -57,7 +57,7 @@ unit: bin/gotestsum ## tests of the packages
 .PHONY: e2e
 e2e: build bin/gotestsum ## end to end through a real Caddy, the demo's own lines, and the clients that people use
 	test/clients/setup.sh >/dev/null
-	$(TEST) -count=1 -parallel 8 -skip '^(TestAlone|TestSoak)' ./test/e2e/... ./test/demo/... ./test/clients/...
+	$(TEST) -count=1 -parallel 8 -skip '^(TestAlone|TestSoak)' ./test/e2e/... ./test/demo/... ./test/clients/... ./test/presets/... ./test/doctor/... ./test/examples/...
 
 # Bounds on time run by themselves, one after the other; what they measured is shown.
 .PHONY: bench
