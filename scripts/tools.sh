@@ -20,6 +20,8 @@ need_program make make
 need_program node nodejs
 need_program npm npm
 need_program curl curl
+# A real llama-server is built from a bundle of git.
+need_program git git
 # A real ollama is built for the tests; its module lacks these headers.
 need_header nlohmann/json.hpp nlohmann-json3-dev
 need_header stb/stb_image.h libstb-dev

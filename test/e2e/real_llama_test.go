@@ -19,6 +19,7 @@ import (
 const llamaChats = "/v1/chat/completions"
 
 func TestRealLlamaServerIsStartedStoppedAndNeverCut(t *testing.T) {
+	t.Parallel()
 	slow, slowMark := startedLlama(t, real.Slow)
 	rival, rivalMark := startedLlama(t, real.Tiny)
 	s := realSite(t, "8GiB",
@@ -49,13 +50,14 @@ func TestRealLlamaServerIsStartedStoppedAndNeverCut(t *testing.T) {
 	s.until("its death is known", func() bool { return s.slotOf("llm") == "IDLE" })
 	s.chats("/llm"+llamaChats, "any")
 	require.Equal(t, 3, s.process("llm").Starts)
-	s.noOOMDecided()
+	s.noneFailed()
 	s.halt()
 	require.Empty(t, append(alive(t, slowMark), alive(t, rivalMark)...), "Caddy has stopped what it had started")
 }
 
 // Somebody who knows its address uses it past the broker: its own metrics tell that, and it is not stopped before it is done.
 func TestRealLlamaServerThatIsBusyPastTheBrokerIsNotStopped(t *testing.T) {
+	t.Parallel()
 	slow, mark := startedLlama(t, real.Slow)
 	rival, _ := startedLlama(t, real.Tiny)
 	s := realSite(t, "8GiB",
@@ -73,6 +75,7 @@ func TestRealLlamaServerThatIsBusyPastTheBrokerIsNotStopped(t *testing.T) {
 }
 
 func TestRealLlamaRouterMakesWayModelByModel(t *testing.T) {
+	t.Parallel()
 	router := real.StartLlamaRouter(t, "--no-models-autoload")
 	has := routerHas(t, router.URL)
 	s := realSite(t, "8GiB", realConsumer{name: "router", preset: "llamacpp-router", server: router.URL, lines: aModel(real.Tiny) + aModel(real.Slow)})
@@ -92,7 +95,7 @@ func TestRealLlamaRouterMakesWayModelByModel(t *testing.T) {
 	s.whole(running)
 	require.Empty(t, isChat(s.await(waits)))
 	s.holdsOnly(has, real.Tiny)
-	s.noOOMDecided()
+	s.noneFailed()
 
 	// Its own routes for that are not for clients.
 	require.Equal(t, http.StatusForbidden, s.askJSON("/router/models/unload", `{"model":"tiny"}`).status)

@@ -114,10 +114,10 @@ func (s *site) sendJSON(path, body string) <-chan answer {
 	return out
 }
 
-// noOOMDecided says that the broker has met no load that ran out of memory.
-func (s *site) noOOMDecided() {
+// noneFailed says that every load and unload went well: none ran out of memory, either.
+func (s *site) noneFailed() {
 	s.t.Helper()
-	require.Empty(s.t, s.decisions("oom"))
+	require.Empty(s.t, append(s.decisions("load_failed"), s.decisions("unload_failed")...))
 }
 
 func (s *site) chats(path, model string) {

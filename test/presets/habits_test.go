@@ -199,6 +199,26 @@ func TestServersThatMustBeToldToLoadAreToldOnce(t *testing.T) {
 	}
 }
 
+// TestAServerThatTheBrokerStartsIsUnloadedByItsRouteWhileItLives is about the order of means: its own route, then its end.
+func TestAServerThatTheBrokerStartsIsUnloadedByItsRouteWhileItLives(t *testing.T) {
+	habit(t, []string{"vllm", "sglang", "koboldcpp"}, func(t *testing.T, k *known) {
+		l := k.layout(false)
+		l.process = true
+		s := start(t, l)
+		s.ask(k.ask("")).good(t, "the first request")
+		pid := s.status().Consumers["server"].Process.PID
+		s.await("the rival's", s.sendRival())
+		require.Equal(t, pid, s.status().Consumers["server"].Process.PID)
+		require.Equal(t, "IDLE", s.slot("").State)
+		st := s.pretending().stats()
+		require.Equal(t, 1, st.UnloadCalls)
+		require.False(t, st.Loaded)
+		s.ask(k.ask("")).good(t, "a request once the rival is done")
+		require.Equal(t, 1, s.status().Consumers["server"].Process.Starts)
+		k.unharmed(t, s)
+	})
+}
+
 // TestSpeachesThatIsBusyPastTheBrokerIsTakenAtItsMemorysWord is about a 409 after which its list leaves out what is still loaded.
 func TestSpeachesThatIsBusyPastTheBrokerIsTakenAtItsMemorysWord(t *testing.T) {
 	habit(t, []string{"speaches"}, func(t *testing.T, k *known) {

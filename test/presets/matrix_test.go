@@ -97,6 +97,11 @@ func (k *known) circle(t *testing.T, s *site) {
 		require.False(t, s.status().Consumers["server"].Process.Running)
 	}
 
+	s.until("the card holds little more than the rival", func() bool {
+		used := s.status().GPUs[0].Used
+		return used >= int64(model) && used <= int64(model+rest)
+	})
+
 	s.ask(k.ask(k.first())).good(t, "a request once the rival is done")
 	s.settled(k)
 	require.Zero(t, s.rival.Stats().Held, "the rival has made way, too")
