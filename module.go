@@ -111,6 +111,9 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 		if c.Shares != "" {
 			continue
 		}
+		for _, lack := range presets.Lacking(c) {
+			ctx.Logger().Warn(lack, zap.String("consumer", c.Name))
+		}
 		raw := c.LifecycleRaw // LoadModule takes it away
 		mod, err := ctx.LoadModule(c, "LifecycleRaw")
 		if err != nil {

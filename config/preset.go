@@ -59,9 +59,9 @@ func Merge(under, over json.RawMessage) (json.RawMessage, error) {
 	if err := json.Unmarshal(over, &o); err != nil {
 		return nil, err
 	}
-	switch below, above := text(u["protocol"], DefaultProtocol), text(o["protocol"], DefaultProtocol); {
-	case below == above:
-	case below == DefaultProtocol: // what starts a server speaks to it as the preset does
+	switch below := text(u["protocol"], DefaultProtocol); below {
+	case text(o["protocol"], DefaultProtocol):
+	case DefaultProtocol: // what starts a server speaks to it as the preset does
 		return withServer(u, o)
 	default:
 		return over, nil

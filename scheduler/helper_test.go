@@ -81,6 +81,7 @@ type fixture struct {
 	unloads   []string
 	epochs    map[string]uint64
 	probes    []string
+	renews    []string
 	dropped   []string
 	decisions []Decision
 }
@@ -186,6 +187,9 @@ func (f *fixture) take(e Effect) {
 		f.asks = append(f.asks, ask{slot: e.Slot, at: f.now.Add(e.After)})
 	case ProbeNow:
 		f.probes = append(f.probes, e.Slot)
+	case Renew:
+		f.renews = append(f.renews, e.Slot)
+		require.Equal(f.t, Idle.String(), f.slot(e.Slot).State.String(), "the driver of %s is replaced while it holds something", e.Slot)
 	case Dropped:
 		f.dropped = append(f.dropped, e.Slot)
 	case Decided:

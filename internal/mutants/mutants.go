@@ -64,7 +64,7 @@ var mutants = []mutant{
 	{
 		name: "can_coexist_with is ignored",
 		file: "victims.go",
-		old:  "case slices.Contains(t.cfg.Coexist, v.cfg.Name):",
+		old:  "case v.cfg.listed(t.cfg.Coexist):",
 		new:  "case false:",
 	},
 	{
@@ -280,8 +280,8 @@ var mutants = []mutant{
 	{
 		name: "a conflict is one-sided",
 		file: "victims.go",
-		old:  "return slices.Contains(a.cfg.Conflicts, b.cfg.Name) || slices.Contains(b.cfg.Conflicts, a.cfg.Name)",
-		new:  "return slices.Contains(a.cfg.Conflicts, b.cfg.Name)",
+		old:  "return b.cfg.listed(a.cfg.Conflicts) || a.cfg.listed(b.cfg.Conflicts)",
+		new:  "return b.cfg.listed(a.cfg.Conflicts)",
 	},
 	{
 		name: "victim_priority lower looks at the last job only",
@@ -298,8 +298,8 @@ var mutants = []mutant{
 	{
 		name: "a job runs on a lent GPU",
 		file: "jobs.go",
-		old:  "!sl.lent && sl.state == Ready && !sl.gate.closed",
-		new:  "sl.state == Ready && !sl.gate.closed",
+		old:  "!sl.lent && sl.dead == \"\"",
+		new:  "sl.dead == \"\"",
 	},
 	{
 		name: "a pin by hand is forgotten",

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"slices"
+	"sync"
 	"time"
 
 	"go.uber.org/zap"
@@ -28,9 +29,10 @@ type driver struct {
 	deps   lifecycle.Deps
 	client *http.Client
 	// tells is the route that tells residency, nil if none does.
-	tells *route
-	jobs  jobs   // that its answers named and that are not over
-	last  memory // what it was asked last, if that is to be remembered
+	tells  *route
+	jobs   jobs      // that its answers named and that are not over
+	noBusy sync.Once // it was said that the busy route is not there
+	last   memory    // what it was asked last, if that is to be remembered
 }
 
 func newDriver(p *plan, deps lifecycle.Deps) *driver {
@@ -210,7 +212,7 @@ func (d *driver) questioned(ctx context.Context, r *route, end time.Time) (said,
 
 // listModels reads the models that an answer lists. A list that is missing is an error: it does not say.
 func (r *route) listModels(ctx context.Context, answer any) ([]lifecycle.Model, error) {
-	value, err := r.names.find(ctx, answer)
+	value, err := r.names.findList(ctx, answer)
 	if err != nil {
 		return nil, err
 	}
@@ -356,8 +358,21 @@ func notReady(last lifecycle.Report, ended error) error {
 	return fmt.Errorf("%s (%w)", text, ended)
 }
 
-// Busy asks the busy route once, and for the jobs that answers have named.
+// Busy asks the busy route once, and for the jobs that answers have named. A
+// server that does not have the route, as llama-server without --metrics, can't tell: then what the broker counts must do.
 func (d *driver) Busy(ctx context.Context, t lifecycle.Target) (bool, error) {
+	busy, err := d.busy(ctx, t)
+	var f *failure
+	if errors.As(err, &f) && slices.Contains([]int{http.StatusNotFound, http.StatusMethodNotAllowed, http.StatusNotImplemented}, f.status) {
+		d.noBusy.Do(func() {
+			d.deps.Logger.Warn("the server does not have its busy route: work that came past the broker is not seen", zap.Error(err))
+		})
+		return false, nil
+	}
+	return busy, err
+}
+
+func (d *driver) busy(ctx context.Context, t lifecycle.Target) (bool, error) {
 	r := d.plan.busy
 	if r == nil && d.plan.jobs == nil {
 		return false, d.wrap("busy", errors.New("no busy route is configured"))

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"regexp"
 	"strings"
 
 	"github.com/PaesslerAG/gval"
@@ -21,6 +22,7 @@ var language = gval.Full(jsonpath.Language())
 type query struct {
 	expression string
 	evaluate   gval.Evaluable
+	root       gval.Evaluable // of the list that a path with brackets goes through; nil: there is none
 }
 
 func newQuery(expression string) (*query, error) {
@@ -31,7 +33,24 @@ func newQuery(expression string) (*query, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &query{expression, evaluate}, nil
+	q := &query{expression: expression, evaluate: evaluate}
+	if root, _, in := strings.Cut(expression, "["); in && rootPath.MatchString(root) {
+		q.root, err = language.NewEvaluable(root)
+	}
+	return q, err
+}
+
+// rootPath is a path to a value, without anything to be worked out.
+var rootPath = regexp.MustCompile(`^\$(\.\w+)+$`)
+
+// findList is find for a list: one that is missing is an error, where find would take a path with a wildcard for one that is empty.
+func (q *query) findList(ctx context.Context, answer any) (any, error) {
+	if q.root != nil {
+		if _, err := q.root(ctx, answer); err != nil {
+			return nil, fmt.Errorf("the answer has no %s", q.expression)
+		}
+	}
+	return q.find(ctx, answer)
 }
 
 // find yields what the answer holds for the query. An error means that the

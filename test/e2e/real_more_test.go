@@ -60,8 +60,8 @@ func TestRealOllamaMakesWayModelByModel(t *testing.T) {
 	require.NoError(t, err)
 	_ = resp.Body.Close()
 	require.Equal(t, 200, resp.StatusCode)
-	s.until("it is adopted", func() bool { return s.slot("llm", realollama.Slow).State == "READY" })
-	require.True(t, s.slot("llm", realollama.Slow).Adopted)
+	s.until("it is adopted", func() bool { return s.slot("llm", realollama.Slow+":latest").State == "READY" })
+	require.True(t, s.slot("llm", realollama.Slow+":latest").Adopted)
 	s.noneFailed()
 }
 
@@ -127,7 +127,8 @@ func TestRealModelRunnerMakesWayModelByModel(t *testing.T) {
 	s.noneFailed()
 }
 
-// All kinds of servers on a card that holds two of them.
+// All kinds of servers on a card that holds two of them. (Ollama lists a file once, by one of its names:
+// models that may be loaded side by side must be different ones.)
 func TestRealServersShareACard(t *testing.T) {
 	t.Parallel()
 	ollama := realollama.Start(t)
@@ -135,7 +136,7 @@ func TestRealServersShareACard(t *testing.T) {
 	llama, llamaMark := startedLlama(t, real.Tiny)
 	whisper, whisperMark := startedWhisper(t)
 	s := realSite(t, "14GiB",
-		realConsumer{name: "ollama", preset: "ollama", server: ollama.URL, lines: aModel(realollama.Tiny) + aModel(realollama.Tiny2)},
+		realConsumer{name: "ollama", preset: "ollama", server: ollama.URL, lines: aModel(realollama.Tiny) + aModel(realollama.Slow)},
 		realConsumer{name: "router", preset: "llamacpp-router", server: router.URL, lines: aModel(real.Tiny) + aModel(real.Tiny2)},
 		realConsumer{name: "llama", preset: "llamacpp", starts: llama, lines: "vram 6GiB"},
 		realConsumer{name: "ear", preset: "whispercpp", starts: whisper, lines: "vram 6GiB"})
@@ -145,7 +146,7 @@ func TestRealServersShareACard(t *testing.T) {
 	kinds := []func() string{
 		chat("/ollama"+llamaChats, realollama.Tiny), chat("/router"+llamaChats, real.Tiny), chat("/llama"+llamaChats, "any"),
 		func() string { return isTranscript(s.hears("/ear/inference")) },
-		chat("/router"+llamaChats, real.Tiny2), chat("/ollama"+llamaChats, realollama.Tiny2),
+		chat("/router"+llamaChats, real.Tiny2), chat("/ollama"+llamaChats, realollama.Slow),
 	}
 	const clients, requests = 4, 30
 	wrong := make([]string, requests)

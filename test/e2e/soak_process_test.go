@@ -158,7 +158,8 @@ func (k *soak) byStart(a *asked) string {
 	k.mu.Lock()
 	k.answers = append(k.answers, answered{consumer, a.id, pid, a.began, a.got.at})
 	k.mu.Unlock()
-	if !slices.ContainsFunc(k.ruled(a.began), func(s settings) bool { return *s.command(consumer) == edition }) {
+	// What needs no GPU is passed to the old one until that is stopped.
+	if !a.cheap && !slices.ContainsFunc(k.ruled(a.began), func(s settings) bool { return *s.command(consumer) == edition }) {
 		return fmt.Sprintf("the answer comes from edition %d of the command, which did not rule any more when it was asked", edition)
 	}
 	return ""

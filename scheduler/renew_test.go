@@ -1,0 +1,130 @@
+package scheduler
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// stale says that the driver of the slot is to be replaced, or is not after all.
+func (f *fixture) stale(name string, yes bool) {
+	f.t.Helper()
+	f.reconfigure(func(c *Config) {
+		for i := range c.Slots {
+			if c.Slots[i].Name == name {
+				c.Slots[i].Stale = yes
+			}
+		}
+	})
+}
+
+func TestAStaleSlotEndsItsWorkIsUnloadedAndThenRenewedOnce(t *testing.T) {
+	f := given(t, 16384, server("a", 8000, starts, wide(2)))
+	f.warm("a", 8000)
+	running := f.submit("a")
+	f.stale("a", true)
+	h := f.submit("a")
+	f.requireWaiting(h)
+	f.requireUnloads()
+	f.release(running)
+	f.requireUnloads("a")
+	require.Empty(t, f.renews)
+	f.evicted("a", 8000)
+	require.Equal(t, []string{"a"}, f.renews)
+	f.advance(time.Minute)
+	f.sample()
+	require.Equal(t, []string{"a"}, f.renews)
+	f.requireLoads("a") // not before it is renewed
+	f.requireWaiting(h)
+	f.stale("a", false)
+	f.requireLoads("a", "a")
+	f.loaded("a")
+	f.requireRunning(h)
+	require.Equal(t, []string{"a"}, f.renews)
+}
+
+func TestAStaleSlotIsRenewedFromWhereverItIs(t *testing.T) {
+	for name, c := range map[string]struct{ before, after func(f *fixture) }{
+		"idle":       {func(*fixture) {}, func(*fixture) {}},
+		"loading":    {func(f *fixture) { f.submit("a") }, func(f *fixture) { f.loaded("a"); f.release(f.lastJob("a")); f.evicted("a", 0) }},
+		"load fails": {func(f *fixture) { f.submit("a") }, func(f *fixture) { f.loadFails("a", "a bad day") }},
+		"stopping":   {func(f *fixture) { f.warm("a", 0); f.step(Unload{Slot: "a"}) }, func(f *fixture) { f.evicted("a", 0) }},
+		"dies":       {func(f *fixture) { f.warm("a", 0); f.submit("a") }, func(f *fixture) { f.step(Died{Slot: "a"}); f.releaseAs(f.lastJob("a"), ServerDied) }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := given(t, 16384, server("a", 8000, starts))
+			c.before(f)
+			f.stale("a", true)
+			c.after(f)
+			require.Equal(t, []string{"a"}, f.renews)
+			f.requireState("a", Idle)
+		})
+	}
+}
+
+func TestAStaleSlotOfWhichNothingIsKnownIsUnloadedFirst(t *testing.T) {
+	cfg := defaults()
+	cfg.Slots = []SlotConfig{server("a", 8000, starts, func(c *SlotConfig) { c.Stale = true })}
+	f := givenConfig(t, cfg, 16384)
+	f.requireState("a", Stopping)
+	require.Empty(t, f.renews)
+	f.evicted("a", 0)
+	require.Equal(t, []string{"a"}, f.renews)
+}
+
+func TestAStaleSlotThatIsNoneAfterAllGoesOn(t *testing.T) {
+	f := given(t, 16384, server("a", 8000, starts, wide(2)))
+	f.warm("a", 8000)
+	running := f.submit("a")
+	f.stale("a", true)
+	h := f.submit("a")
+	f.requireWaiting(h)
+	f.stale("a", false)
+	f.requireRunning(h)
+	f.release(running)
+	f.release(h)
+	f.requireState("a", Ready)
+	require.Empty(t, f.renews)
+	f.requireUnloads()
+}
+
+func TestAStaleSlotWhoseWorkDoesNotEndIsTriedAgain(t *testing.T) {
+	f := given(t, 16384, server("a", 8000, starts, wide(2)))
+	f.warm("a", 8000)
+	running := f.submit("a")
+	f.stale("a", true)
+	f.advance(f.cfg.DrainTimeout)
+	require.Contains(t, f.decided("reopen", "a").Reason, "drain_timeout")
+	f.requireUnloads()
+	f.release(running)
+	f.advance(10 * time.Minute)
+	f.requireUnloads("a")
+	f.evicted("a", 8000)
+	require.Equal(t, []string{"a"}, f.renews)
+}
+
+func TestAListThatNamesAConsumerMeansAllItsModels(t *testing.T) {
+	of := func(c *SlotConfig) { c.Consumer = "m" }
+	t.Run("coexist", func(t *testing.T) {
+		f := given(t, 16384, server("m/a", 5000, of), server("m/b", 5000, of), server("b", 10000, coexists("m")))
+		f.warm("m/a", 5000)
+		f.warm("m/b", 5000)
+		h := f.submit("b")
+		f.advance(time.Minute)
+		f.requireRefused(h, VRAMExhausted)
+		f.requireUnloads()
+	})
+	t.Run("conflict", func(t *testing.T) {
+		f := given(t, 16384, server("m/a", 1000, of), server("m/b", 1000, of), server("b", 1000, func(c *SlotConfig) { c.Conflicts = []string{"m"} }))
+		f.warm("m/a", 1000)
+		f.warm("m/b", 1000)
+		h := f.submit("b")
+		f.advance(time.Minute)
+		f.evicted("m/a", 1000)
+		f.advance(time.Minute)
+		f.evicted("m/b", 1000)
+		f.loaded("b")
+		f.requireRunning(h)
+	})
+}
