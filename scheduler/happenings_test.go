@@ -74,6 +74,8 @@ func (w *world) probe(sv *simServer) {
 	p := Probed{Slot: sv.cfg.Name, Sent: w.now, Resident: -1}
 	travels := w.between(0, 100*time.Millisecond)
 	switch {
+	case !sv.alive && sv.cfg.Starts && w.chance(80):
+		p.Stopped, p.Loaded = true, No
 	case !sv.alive:
 		p.Outcome, p.Detail = ProbeRefused, "connection refused"
 	case sv.hung && !w.calm, w.hazard(w.shape.failures, 3):
@@ -211,6 +213,9 @@ func (w *world) reload() {
 		}
 	case 5:
 		sv.cfg.NoEvict = !sv.cfg.NoEvict && w.chance(50)
+	}
+	if w.shape.replaced && sv.cfg.Starts && w.chance(60) {
+		sv.cfg.Stale = !sv.cfg.Stale
 	}
 	if w.shape.reshape {
 		w.reshapeSlot(w.servers[w.rand.IntN(len(w.servers))])

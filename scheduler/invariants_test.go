@@ -137,6 +137,10 @@ func (c *checker) after(e Event, effects []Effect, wake time.Time) {
 			if a, ok := e.(BusyAnswer); ok && a.Slot == f.Slot && a.Busy && was.closed && g.since.Equal(was.since) {
 				w.fail("%s says that it is busy, and is asked again at once", f.Slot)
 			}
+		case f.Kind == Renew:
+			if sl := w.s.named[f.Slot]; sl.state != Idle || sl.busy() || sl.stop.flush || !sl.cfg.Stale {
+				w.fail("the driver of %s is to be replaced, which is %s", f.Slot, sl.state)
+			}
 		case f.Kind == Load:
 			c.epochs[f.Slot] = f.Epoch
 		case f.Kind == Decided && f.Decision.Kind == "bug":
@@ -201,6 +205,9 @@ func (c *checker) jobs(e Event, effects []Effect) {
 		reopened := slices.ContainsFunc(effects, func(o Effect) bool { return o.Kind == Decided && o.Decision.Kind == "reopen" && o.Slot == f.Slot })
 		if old && !reopened && w.s.cfg.Mode != Passthrough && was.gate.closed && sl.gate.closed && was.gate.since.Equal(sl.gate.since) {
 			w.fail("job %d was admitted to %s, whose gate is closed", f.Job, f.Slot)
+		}
+		if sl.dead != "" || sl.suspect && !sl.cfg.Cloud && w.s.cfg.Mode != Passthrough {
+			w.fail("job %d was admitted to %s, whose server has died, or may have", f.Job, f.Slot)
 		}
 		if sl.state != Ready {
 			w.fail("job %d was admitted to %s, which is %s", f.Job, f.Slot, sl.state)
@@ -283,7 +290,7 @@ func (c *checker) edge(sl *slot, effects []Effect) {
 		}
 	case Idle:
 		switch c.event.(type) {
-		case Probed, Release:
+		case Probed, Release, Died:
 			why = was.state == Ready || was.state == Unknown || was.state == Stopping
 		case LoadDone:
 			why = was.state == Loading || was.state == Stopping
@@ -350,7 +357,7 @@ func (c *checker) held(sl *slot) {
 	switch e := c.event.(type) {
 	case BusyAnswer:
 		told = e.Slot == sl.cfg.Name && !e.Busy && !e.Sent.Before(was.heldAt)
-	case Probed:
+	case Probed, Died:
 		told = sl.state != Ready
 	}
 	if told && sl.held == 0 {
@@ -424,6 +431,9 @@ func (c *checker) closed(v *slot) {
 
 // load checks that no decision takes the bookings of a GPU above what it has.
 func (c *checker) load(t *slot) {
+	if t.cfg.Stale {
+		c.w.fail("%s is loaded by a driver that is to be replaced", t.cfg.Name)
+	}
 	for _, h := range t.on {
 		g := c.w.s.card(h.card)
 		if h.booking < t.claim() {

@@ -47,9 +47,9 @@ func TestAStaleSlotEndsItsWorkIsUnloadedAndThenRenewedOnce(t *testing.T) {
 func TestAStaleSlotIsRenewedFromWhereverItIs(t *testing.T) {
 	for name, c := range map[string]struct{ before, after func(f *fixture) }{
 		"idle":       {func(*fixture) {}, func(*fixture) {}},
-		"loading":    {func(f *fixture) { f.submit("a") }, func(f *fixture) { f.loaded("a"); f.release(f.lastJob("a")); f.evicted("a", 0) }},
+		"loading":    {func(f *fixture) { f.submit("a") }, func(f *fixture) { f.loaded("a"); f.evicted("a", 8000) }},
 		"load fails": {func(f *fixture) { f.submit("a") }, func(f *fixture) { f.loadFails("a", "a bad day") }},
-		"stopping":   {func(f *fixture) { f.warm("a", 0); f.step(Unload{Slot: "a"}) }, func(f *fixture) { f.evicted("a", 0) }},
+		"stopping":   {func(f *fixture) { f.warm("a", 8000); f.step(Unload{Slot: "a"}) }, func(f *fixture) { f.evicted("a", 0) }},
 		"dies":       {func(f *fixture) { f.warm("a", 0); f.submit("a") }, func(f *fixture) { f.step(Died{Slot: "a"}); f.releaseAs(f.lastJob("a"), ServerDied) }},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -71,22 +71,6 @@ func TestAStaleSlotOfWhichNothingIsKnownIsUnloadedFirst(t *testing.T) {
 	require.Empty(t, f.renews)
 	f.evicted("a", 0)
 	require.Equal(t, []string{"a"}, f.renews)
-}
-
-func TestAStaleSlotThatIsNoneAfterAllGoesOn(t *testing.T) {
-	f := given(t, 16384, server("a", 8000, starts, wide(2)))
-	f.warm("a", 8000)
-	running := f.submit("a")
-	f.stale("a", true)
-	h := f.submit("a")
-	f.requireWaiting(h)
-	f.stale("a", false)
-	f.requireRunning(h)
-	f.release(running)
-	f.release(h)
-	f.requireState("a", Ready)
-	require.Empty(t, f.renews)
-	f.requireUnloads()
 }
 
 func TestAStaleSlotWhoseWorkDoesNotEndIsTriedAgain(t *testing.T) {

@@ -247,7 +247,7 @@ func (c *rulesCheck) loads(k *checker, t *slot) {
 			w.fail("%s is loaded beside %s, which is %s and conflicts with it", t.cfg.Name, o.cfg.Name, o.state)
 		}
 	}
-	if t.queue.count+t.parked == 0 && t.active == 0 {
+	if t.queue.count+t.parked == 0 && t.active == 0 && !(t.cfg.Restart && t.deaths > 0) {
 		c.restores(k, t, true)
 	}
 }

@@ -58,6 +58,7 @@ type shape struct {
 	idle, observe, drains, modes, reshape, recall      bool
 	clients, reserved, conflicts, lends, pins, keeps   bool
 	restores, credit, lower, clouds                    bool
+	starts, replaced                                   bool
 	honest                                             bool // running out of memory is a fault
 }
 
@@ -79,6 +80,7 @@ func drawShape(t *rapid.T) shape {
 		modes: flag("modes") && flag("really modes"), reshape: flag("reshaped slots"), recall: flag("recall"),
 		clients: flag("clients"), reserved: flag("reserved places"), conflicts: flag("conflicts"), lends: flag("lent GPUs"), pins: flag("pins by hand"), keeps: flag("keep-alive of jobs"),
 		restores: flag("restores"), credit: flag("credit"), lower: flag("victim_priority") && flag("really victim_priority"), clouds: flag("clouds") && flag("really clouds"),
+		starts: flag("started servers"), replaced: flag("replaced drivers"),
 	}
 }
 
@@ -247,6 +249,14 @@ func (w *world) newServer(name string) *simServer {
 		c.MaxRun = w.between(time.Second, 2*time.Minute)
 	}
 	c.CanTell = c.CanProbe && w.chance(65)
+	starts := w.shape.starts && w.chance(50)
+	if starts { // by its driver, which can do it all
+		c.Starts, c.CanLoad, c.CanUnload, c.CanProbe, c.CanTell = true, true, true, true, true
+		c.Restart, c.MaxRestarts = w.chance(40), w.rand.IntN(3)
+	}
+	if w.shape.starts && w.chance(50) {
+		c.Consumer = "m"
+	}
 	c.Async = c.CanBusy && w.chance(60)
 	c.GPUs = w.somewhere()
 	if w.chance(40) {
@@ -396,7 +406,25 @@ func (w *world) crash(sv *simServer) {
 			w.in(w.between(0, 20*time.Millisecond), func() { w.release(j, NoAnswer) })
 		}
 	}
-	w.in(w.between(100*time.Millisecond, 20*time.Second), func() { sv.alive = true })
+	if !sv.cfg.Starts {
+		w.in(w.between(100*time.Millisecond, 20*time.Second), func() { sv.alive = true })
+		return
+	}
+	for n := 1 + w.rand.IntN(2); n > 0; n-- { // its driver says so, and may do so twice
+		w.in(w.between(0, 30*time.Millisecond), func() { w.step(Died{Slot: sv.cfg.Name, Detail: "killed"}) })
+	}
+}
+
+// renew replaces the driver of a slot, as was asked for.
+func (w *world) renew(sv *simServer) {
+	sv.cfg.Stale = false
+	w.cfg.Slots = slices.Clone(w.cfg.Slots)
+	for i := range w.cfg.Slots {
+		if c := &w.cfg.Slots[i]; c.Name == sv.cfg.Name {
+			c.Stale = false
+		}
+	}
+	w.step(Configure{w.cfg})
 }
 
 // ---- what the scheduler asks for ----
@@ -450,11 +478,14 @@ func (w *world) answer(f Effect) {
 		})
 	case ProbeNow:
 		w.in(0, func() { w.probe(sv) })
+	case Renew:
+		w.in(w.between(0, 2*time.Second), func() { w.renew(sv) })
 	case Queued, Refuse, Dropped, Decided:
 	}
 }
 
 func (w *world) loadServer(sv *simServer, epoch uint64) {
+	sv.alive = sv.alive || sv.cfg.Starts
 	life := sv.life
 	done := func(err string, oom bool) {
 		e := LoadDone{Slot: sv.cfg.Name, Epoch: epoch, Err: err, OutOfMemory: oom}

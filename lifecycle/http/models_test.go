@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"net/http"
 	"os"
-	"path/filepath"
 	"sync/atomic"
 	"testing"
 
@@ -168,7 +167,7 @@ func TestWhatAServerWasAskedLastIsRememberedWhereItCannotTell(t *testing.T) {
 	require.NoError(t, d.Load(t.Context(), lifecycle.Target{}))
 	require.EqualValues(t, 1, loads.Load())
 	require.Equal(t, lifecycle.Yes, d.Probe(t.Context()).Loaded)
-	left, err := os.ReadDir(filepath.Join(dir))
+	left, err := os.ReadDir(dir)
 	require.NoError(t, err)
 	require.Empty(t, left)
 

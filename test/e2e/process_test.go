@@ -274,9 +274,9 @@ func TestRemovedServerIsStopped(t *testing.T) {
 	s := supervised(t, "", nil, started{name: "one", vram: "7GiB"})
 	s.serve("one")
 	s.reloaded(func(text string) string {
-		begin, end := strings.Index(text, "consumer one {"), strings.Index(text, "handle_path /one/*")
-		rest := text[end:]
-		return text[:begin] + "}\n}\nhttp://localhost" + s.url[strings.LastIndexByte(s.url, ':'):] + " {\n" + rest[strings.Index(rest, "handle /gpu/*"):]
+		before, _, _ := strings.Cut(text, "consumer one {")
+		_, rest, _ := strings.Cut(text, "handle /gpu/*")
+		return before + "}\n}\nhttp://localhost" + s.url[strings.LastIndexByte(s.url, ':'):] + " {\nhandle /gpu/*" + rest
 	})
 	s.until("it is gone", func() bool { return len(s.children()) == 0 })
 }
