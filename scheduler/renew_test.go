@@ -49,7 +49,7 @@ func TestAStaleSlotIsRenewedFromWhereverItIs(t *testing.T) {
 		"idle":       {func(*fixture) {}, func(*fixture) {}},
 		"loading":    {func(f *fixture) { f.submit("a") }, func(f *fixture) { f.loaded("a"); f.evicted("a", 8000) }},
 		"load fails": {func(f *fixture) { f.submit("a") }, func(f *fixture) { f.loadFails("a", "a bad day") }},
-		"stopping":   {func(f *fixture) { f.warm("a", 8000); f.step(Unload{Slot: "a"}) }, func(f *fixture) { f.evicted("a", 0) }},
+		"stopping":   {func(f *fixture) { f.warm("a", 8000); f.step(Unload{Slot: "a"}) }, func(f *fixture) { f.evicted("a", 8000) }},
 		"dies":       {func(f *fixture) { f.warm("a", 0); f.submit("a") }, func(f *fixture) { f.step(Died{Slot: "a"}); f.releaseAs(f.lastJob("a"), ServerDied) }},
 	} {
 		t.Run(name, func(t *testing.T) {
