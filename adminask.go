@@ -50,6 +50,9 @@ func explain(w http.ResponseWriter, r *http.Request, b *broker.Broker) error {
 	if errors.Is(err, broker.ErrUnknownConsumer) {
 		return unknownConsumer(b, name)
 	}
+	if errors.Is(err, broker.ErrCannot) {
+		return caddy.APIError{HTTPStatus: http.StatusConflict, Err: err}
+	}
 	if err != nil {
 		return err
 	}

@@ -1,6 +1,7 @@
 package gpubroker
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
@@ -137,13 +139,18 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 	case need == needsTouch:
 		h.pool.broker.Touch(t.name)
 	}
-	return next.ServeHTTP(w, r)
+	err := next.ServeHTTP(w, r)
+	var dial reverseproxy.DialError
+	if t.starts && errors.As(err, &dial) { // it has just been started, or is being stopped
+		return j.fail(w, r, notRunning(t.name))
+	}
+	return err
 }
 
 // notRunning is the error for a request that needs no GPU, and would not start the server that it is for.
 func notRunning(consumer string) error {
 	return &failure{status: http.StatusServiceUnavailable, code: string(scheduler.NotRunning), retryAfter: 5 * time.Second,
-		message: fmt.Sprintf("the server of consumer %q does not run, and this request needs no GPU, so it does not start it: send one that does, load it by hand, or name this path in start_on", consumer)}
+		message: fmt.Sprintf("the server of consumer %q does not run, or not yet, and this request needs no GPU, so it does not start it: send one that does, load it by hand, or name this path in start_on", consumer)}
 }
 
 // request is what the broker is asked for.

@@ -12,6 +12,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
@@ -169,7 +170,7 @@ func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) 
 func (b *Broker) unloaded(c *consumer) bool {
 	return !slices.ContainsFunc(c.slots, func(sl *slot) bool {
 		v, known := b.state.Slot(sl.name)
-		return known && v.State != scheduler.Idle
+		return known && (v.Active+v.Held > 0 || v.State != scheduler.Idle && b.current.Load().Config.Scheduler == config.Evicting)
 	})
 }
 

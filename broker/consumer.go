@@ -18,6 +18,7 @@ type consumer struct {
 	traits   lifecycle.Traits
 	upstream string    // where it listens; of a server that the driver starts: since its latest start
 	next     *settings // take the place of the present ones once the server that the driver has started is stopped; nil: nothing does
+	listed   time.Time // when a probe was sent whose answer listed the models that are loaded; zero: none was, or the latest did not
 	closing  bool      // the present driver stops what is left of its server; then next takes its place
 	partner  *consumer // whose server it shares; then it has nothing of its own but its name and configuration
 	slots    []*slot   // in the order of the configuration, then those that were adopted
@@ -199,7 +200,7 @@ func (b *Broker) find(now time.Time, consumer, model string) *slot {
 	if c.cfg.VRAM == 0 || len(model) > config.MaxModelName {
 		return nil
 	}
-	return b.adopt(now, c, lifecycle.Model{Name: model, Resident: -1})
+	return b.adopt(now, c, lifecycle.Model{Name: model, Resident: -1}, true)
 }
 
 // known is the slot of a model, by any of its names; nil: it has none.
@@ -217,8 +218,8 @@ func (c *consumer) known(model string) *slot {
 // maxAdopted bounds the models of one consumer that nobody has named.
 const maxAdopted = 64
 
-// adopt makes a slot of a model that nobody has named; nil: there are too many. It holds mu.
-func (b *Broker) adopt(now time.Time, c *consumer, m lifecycle.Model) *slot {
+// adopt makes a slot of a model that nobody has named, but a request, if it was asked for, or the server; nil: there are too many. It holds mu.
+func (b *Broker) adopt(now time.Time, c *consumer, m lifecycle.Model, asked bool) *slot {
 	adopted := 0
 	for _, sl := range c.slots {
 		if sl.adopted {
@@ -236,6 +237,11 @@ func (b *Broker) adopt(now time.Time, c *consumer, m lifecycle.Model) *slot {
 	b.slots[sl.name] = sl
 	c.slots = append(c.slots, sl)
 	b.configure(now)
+	if asked && now.Sub(c.listed) <= 2*c.interval { // asked for, and not among those that are loaded: what came since shows in the free memory
+		effects, wake := b.state.Step(now, scheduler.Probed{Slot: sl.name, Sent: now, Loaded: scheduler.No, Resident: -1})
+		b.act(now, effects, wake)
+		return sl
+	}
 	select {
 	case c.probeNow <- struct{}{}: // whether it is loaded is known once the server has said so
 	default:
@@ -267,7 +273,7 @@ func (b *Broker) learnOf(now time.Time, c *consumer, loaded []lifecycle.Model) {
 		sl := c.known(m.Name)
 		switch {
 		case sl == nil && len(m.Name) <= config.MaxModelName:
-			b.adopt(now, c, m)
+			b.adopt(now, c, m, false)
 		case sl != nil && sl.adopted && m.Resident > sl.size:
 			sl.size, changed = m.Resident, true
 		}

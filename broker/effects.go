@@ -198,6 +198,10 @@ func (b *Broker) probe(ctx context.Context, name string, driver lifecycle.Driver
 		return
 	}
 	now := time.Now()
+	c.listed = time.Time{}
+	if r.Outcome == lifecycle.Answered && r.Models != nil {
+		c.listed = sent
+	}
 	b.learnOf(now, c, r.Models)
 	for _, sl := range slices.Clone(c.slots) {
 		effects, wake := b.state.Step(now, said(sl, r, sent))

@@ -2,6 +2,7 @@ package scheduler
 
 import (
 	"fmt"
+	"slices"
 	"time"
 )
 
@@ -25,12 +26,12 @@ func (s *State) died(now time.Time, e Died) {
 
 // fall is the edge of a slot whose server has died. One that keeps dying cools down.
 func (s *State) fall(now time.Time, sl *slot, detail string) {
-	lived := now.Sub(sl.readyAt)
+	lived, leaving := now.Sub(sl.readyAt), sl.gate.closed
 	s.vanish(now, sl, "its server died: "+orElse(detail, "it ended"))
 	if sl.deaths++; lived >= stable {
 		sl.deaths = 1
 	}
-	sl.reviving = sl.cfg.Restart && (sl.cfg.MaxRestarts == 0 || sl.deaths <= sl.cfg.MaxRestarts)
+	sl.reviving = sl.cfg.Restart && !leaving && (sl.cfg.MaxRestarts == 0 || sl.deaths <= sl.cfg.MaxRestarts)
 	if sl.deaths > 1 {
 		cool := backoff(sl.deaths - 1)
 		sl.coolUntil = now.Add(cool)
@@ -38,11 +39,23 @@ func (s *State) fall(now time.Time, sl *slot, detail string) {
 			"the server of consumer %q has died %d times in a row, the last time after %s: %s; it is started again in %s at the earliest", sl.cfg.Name, sl.deaths, lived.Round(time.Millisecond), detail, cool)})
 		return
 	}
-	if sl.reviving && s.mayRevive(sl) && s.mayMove(sl) { // at once, so that nobody takes its memory
+	if sl.reviving && s.mayRevive(sl) && s.mayMove(sl) && s.booksAllow(sl) { // at once, so that nobody takes its memory
 		sl.reviving = false
 		s.load(now, sl)
 		sl.emptyAt = now
 	}
+}
+
+// booksAllow says whether a slot's claim would still be within what may be booked, and nobody is there with whom it may not be.
+// What is free is not looked at: no sample shows yet that its server is gone.
+func (s *State) booksAllow(sl *slot) bool {
+	allow := !slices.ContainsFunc(s.slots, func(v *slot) bool { return v != sl && v.state != Idle && conflict(sl, v) })
+	known := s.cards(sl, func(c *card, h *holding) {
+		l, _ := s.ledger(c, sl)
+		e := Entry{State: sl.state, Booking: h.booking, Residue: h.residue}
+		allow = allow && l.Booked-e.booked()+sl.claim() <= c.Total-s.cfg.Reserve
+	})
+	return known && allow
 }
 
 func (s *State) mayRevive(sl *slot) bool {
@@ -87,15 +100,18 @@ func (s *State) mute(now time.Time, sl *slot, e Probed) {
 	sl.gate = gate{closed: true, since: now, clear: true}
 }
 
-// renew unloads a slot whose driver is to be replaced, and says when that can be done.
+// renew unloads a slot whose driver is to be replaced, and says when that can be done. A scheduler that
+// unloads nothing has it replaced as soon as nothing runs there.
 func (s *State) renew(now time.Time, sl *slot) {
+	sl.renewing = sl.renewing && !sl.busy()
 	switch {
-	case sl.state == Idle && !sl.stop.flush && !sl.busy():
+	case s.cfg.Mode != Evicting && (sl.busy() || sl.queue.count > 0):
+	case s.cfg.Mode != Evicting || sl.state == Idle && !sl.stop.flush && !sl.busy():
 		if !sl.renewing {
 			sl.renewing = true
 			s.emit(Effect{Kind: Renew, Slot: sl.cfg.Name})
 		}
 	case (sl.state == Ready || sl.state == Unknown) && !sl.gate.closed && s.due(now, sl.retryAt):
-		sl.gate = gate{closed: true, since: now}
+		sl.gate = gate{closed: true, renews: true, since: now}
 	}
 }

@@ -72,6 +72,9 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 	case s.cfg.Mode != Evicting: // by a configuration that came meanwhile
 		s.reopen(now, v, "the scheduler unloads nothing any more")
 		return
+	case v.gate.renews && !v.cfg.Stale:
+		s.reopen(now, v, "its settings are as they were")
+		return
 	case v.gate.lent && (!v.lent || v.pinned()):
 		s.reopen(now, v, "its GPU is not lent any more, or it is pinned")
 		return

@@ -214,7 +214,7 @@ func (w *world) reload() {
 	case 5:
 		sv.cfg.NoEvict = !sv.cfg.NoEvict && w.chance(50)
 	}
-	if w.shape.replaced && !w.shape.modes && !w.shape.locked && sv.cfg.Starts && w.chance(60) {
+	if w.shape.replaced && sv.cfg.Starts && w.chance(60) {
 		sv.cfg.Stale = !sv.cfg.Stale
 	}
 	if w.shape.reshape {

@@ -77,6 +77,7 @@ type standing struct {
 	lastUse time.Time
 	held    int
 	heldAt  time.Time
+	dead    string
 	health  health
 	first   JobID
 	warming bool
@@ -91,7 +92,7 @@ type record struct {
 }
 
 func standingOf(sl *slot) standing {
-	return standing{state: sl.state, gate: sl.gate, since: sl.since, lastUse: sl.lastUse, held: sl.held, heldAt: sl.heldAt, health: sl.health, first: sl.first, warming: sl.warming, stop: sl.stop}
+	return standing{state: sl.state, gate: sl.gate, since: sl.since, lastUse: sl.lastUse, held: sl.held, heldAt: sl.heldAt, health: sl.health, first: sl.first, warming: sl.warming, stop: sl.stop, dead: sl.dead}
 }
 
 func (c *checker) before(e Event) {
@@ -138,7 +139,7 @@ func (c *checker) after(e Event, effects []Effect, wake time.Time) {
 				w.fail("%s says that it is busy, and is asked again at once", f.Slot)
 			}
 		case f.Kind == Renew:
-			if sl := w.s.named[f.Slot]; sl.state != Idle || sl.busy() || sl.stop.flush || !sl.cfg.Stale {
+			if sl := w.s.named[f.Slot]; sl.state != Idle && w.s.cfg.Mode == Evicting || sl.busy() || sl.stop.flush || !sl.cfg.Stale {
 				w.fail("the driver of %s is to be replaced, which is %s", f.Slot, sl.state)
 			}
 		case f.Kind == Load:
@@ -359,6 +360,8 @@ func (c *checker) held(sl *slot) {
 		told = e.Slot == sl.cfg.Name && !e.Busy && !e.Sent.Before(was.heldAt)
 	case Probed, Died:
 		told = sl.state != Ready
+	case Release, Cancel: // the last job of a server that has died: its held work is gone with it
+		told = sl.state != Ready && was.dead != ""
 	}
 	if told && sl.held == 0 {
 		for _, j := range c.w.jobs {

@@ -17,7 +17,7 @@ func (s *State) configure(now time.Time, cfg Config) {
 			if anew { // who waits there is served by the new kind of scheduler
 				s.adopt(now, sl, sl.cfg, anew)
 			}
-			sl.gone = true
+			sl.gone, sl.cfg.Stale = true, false // it serves who waits as it is
 		}
 	}
 	slots := make([]*slot, 0, len(cfg.Slots)+len(s.slots))

@@ -191,6 +191,7 @@ type gate struct {
 	idle     bool  // nobody uses it: a job that comes before the unload call goes out opens it again
 	restores bool  // … the target is not waited for: it is loaded again since its GPU is idle
 	lent     bool  // its GPU is lent: it opens again when that ends
+	renews   bool  // its driver is to be replaced: it opens again if that is taken back
 	room     bool  // IDLE, and to be flushed for whoever waits for memory
 	since    time.Time
 	clear    bool // the server said, after the drain, that it is idle

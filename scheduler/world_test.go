@@ -252,7 +252,7 @@ func (w *world) newServer(name string) *simServer {
 	starts := w.shape.starts && w.chance(50)
 	if starts { // by its driver, which can do it all
 		c.Starts, c.CanLoad, c.CanUnload, c.CanProbe, c.CanTell = true, true, true, true, true
-		c.MaxRestarts = w.rand.IntN(3)
+		c.Restart, c.MaxRestarts = w.chance(40), w.rand.IntN(3)
 	}
 	if w.shape.starts && w.chance(50) {
 		c.Consumer = "m"
