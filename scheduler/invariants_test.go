@@ -291,7 +291,7 @@ func (c *checker) edge(sl *slot, effects []Effect) {
 		}
 	case Idle:
 		switch c.event.(type) {
-		case Probed, Release, Died:
+		case Probed, Release, Cancel, Died: // a Cancel may meet a job that was admitted
 			why = was.state == Ready || was.state == Unknown || was.state == Stopping
 		case LoadDone:
 			why = was.state == Loading || was.state == Stopping
