@@ -58,6 +58,9 @@ func (s *State) booksAllow(sl *slot) bool {
 	return known && allow
 }
 
+// alive says whether nothing speaks for it that the server of the slot has died.
+func (sl *slot) alive() bool { return sl.dead == "" && !sl.suspect }
+
 func (s *State) mayRevive(sl *slot) bool {
 	return s.sampled && sl.state == Idle && !sl.gone && !sl.lent && !sl.cfg.Stale && !sl.gate.closed && sl.cfg.CanLoad && s.refusesNew(sl, sl.cfg.Name) == nil
 }
@@ -97,7 +100,7 @@ func (s *State) mute(now time.Time, sl *slot, e Probed) {
 	}
 	sl.timeouts = 0
 	s.decide(Decision{At: now, Kind: "unhealthy", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: orElse(e.Detail, "it does not answer") + ": it is stopped"})
-	sl.gate = gate{closed: true, since: now, clear: true}
+	sl.gate = gate{closed: true, since: now, clear: e.Outcome == ProbeRefused} // else it may work for somebody who came past us: it is asked
 }
 
 // renew unloads a slot whose driver is to be replaced, and says when that can be done. A scheduler that

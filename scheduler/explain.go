@@ -71,6 +71,8 @@ func (s *State) Explain(now time.Time, slotName string, priority int) Explanatio
 		out.Reason = "it is being unloaded, and would be loaded again"
 	case sl.gate.closed:
 		out.Reason = fmt.Sprintf("it is about to be unloaded for %s, and would be loaded again", orElse(name(sl.gate.target), "nobody in particular"))
+	case !sl.alive():
+		out.Reason = "its server has just died, or may have"
 	case ahead > 0:
 		out.Reason = fmt.Sprintf("%d requests for it are before this one", ahead)
 	case !sl.hasPlace(j):
@@ -85,7 +87,7 @@ func (s *State) Explain(now time.Time, slotName string, priority int) Explanatio
 
 // runsNow says whether a job that is in its slot's queue would be admitted at once.
 func (s *State) runsNow(sl *slot, j *job) bool {
-	open := s.open(sl, j) || sl.state == Ready && sl.gate.idle && !sl.lent && sl.health == healthGood && sl.hasPlace(j) // that gate opens for it
+	open := s.open(sl, j) || sl.state == Ready && sl.gate.idle && sl.alive() && !sl.lent && sl.health == healthGood && sl.hasPlace(j) // that gate opens for it
 	if !open || sl.queue.head() != j || !s.lockFree(sl) {
 		return false
 	}
@@ -115,6 +117,9 @@ func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 		return
 	case t.lent:
 		out.Reason = "its GPU is lent until " + s.lentUntil(now, t).UTC().Format(time.RFC3339)
+		return
+	case t.cfg.Stale:
+		out.Reason = "the settings of its server have changed: it is stopped first"
 		return
 	case t.gate.closed:
 		out.Reason = "it is about to be unloaded, and would be loaded again"
@@ -164,7 +169,7 @@ func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 // reserver is an overdue target that is planned before t and keeps memory from it; nil: none does.
 func (s *State) reserver(now time.Time, t *slot) *slot {
 	for _, o := range s.slots {
-		if o == t || !o.cold() || o.queue.count == 0 || !overlap(o, t) && !conflict(o, t) || t.ranked().compare(o.ranked()) < 0 {
+		if o == t || o.cfg.Stale || !o.cold() || o.queue.count == 0 || !overlap(o, t) && !conflict(o, t) || t.ranked().compare(o.ranked()) < 0 {
 			continue
 		}
 		if o.want.victim != nil || o.want.lock && s.overdue(now, o) {

@@ -113,7 +113,7 @@ func (s *State) refusesSlot(sl *slot) *Refusal {
 // open says whether a job of the slot could run now, were the lock free.
 func (s *State) open(sl *slot, j *job) bool {
 	return s.cfg.Mode == Passthrough || sl.cfg.Cloud ||
-		!sl.lent && sl.dead == "" && !sl.suspect && sl.state == Ready && !sl.gate.closed && sl.health == healthGood && sl.hasPlace(j)
+		!sl.lent && sl.alive() && sl.state == Ready && !sl.gate.closed && sl.health == healthGood && sl.hasPlace(j)
 }
 
 // hasPlace says whether one more job may run on the slot. Putting work into the

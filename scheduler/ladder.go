@@ -37,13 +37,13 @@ func (s *State) isWarm(sl *slot) bool {
 	case s.cfg.Mode == Passthrough: // there a server that is unhealthy, or not known yet, gets its requests all the same
 		return sl.health != healthBad
 	default: // a gate that is closed since nobody uses the slot opens for the first who comes
-		return sl.state == Ready && sl.health == healthGood && !sl.lent && (!sl.gate.closed || sl.gate.idle)
+		return sl.state == Ready && sl.alive() && sl.health == healthGood && !sl.lent && (!sl.gate.closed || sl.gate.idle)
 	}
 }
 
 // loadable says whether a cold slot is being loaded, or could be with nothing unloaded for it.
 func (s *State) loadable(now time.Time, sl *slot) bool {
-	if s.cfg.Mode != Evicting || !s.takes(sl) || sl.health != healthGood || sl.gate.closed || now.Before(sl.coolUntil) || s.lentOn(now, sl) {
+	if s.cfg.Mode != Evicting || !s.takes(sl) || sl.cfg.Stale || sl.health != healthGood || sl.gate.closed || now.Before(sl.coolUntil) || s.lentOn(now, sl) {
 		return false
 	}
 	switch sl.state {
