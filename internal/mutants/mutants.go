@@ -298,8 +298,8 @@ var mutants = []mutant{
 	{
 		name: "a job runs on a lent GPU",
 		file: "jobs.go",
-		old:  "!sl.lent && sl.dead == \"\"",
-		new:  "sl.dead == \"\"",
+		old:  "!sl.lent && sl.alive()",
+		new:  "sl.alive()",
 	},
 	{
 		name: "a pin by hand is forgotten",
@@ -339,21 +339,21 @@ var mutants = []mutant{
 	},
 	{
 		name: "a job enters a server that may have died",
-		file: "jobs.go",
-		old:  "!sl.suspect && sl.state == Ready",
-		new:  "sl.state == Ready",
+		file: "died.go",
+		old:  "return sl.dead == \"\" && !sl.suspect",
+		new:  "return sl.dead == \"\"",
 	},
 	{
 		name: "a job enters a server that has died",
-		file: "jobs.go",
-		old:  "sl.dead == \"\" && !sl.suspect",
-		new:  "!sl.suspect",
+		file: "died.go",
+		old:  "bool { return sl.dead == \"\" &&",
+		new:  "bool { return",
 	},
 	{
 		name: "a driver is replaced while its server is loaded",
 		file: "died.go",
-		old:  "case sl.state == Idle && !sl.stop.flush && !sl.busy():",
-		new:  "case true:",
+		old:  "sl.state == Idle && !sl.stop.flush && !sl.busy():",
+		new:  "!sl.stop.flush && !sl.busy():",
 	},
 	{
 		name: "a server that keeps dying does not back off",
