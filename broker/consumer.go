@@ -26,6 +26,7 @@ type consumer struct {
 	probeNow   chan struct{} // cap 1
 	stopProbes func()        // nil: none run
 	requests   uint64
+	drained    bool // by its name: a model that it gets is drained, too
 }
 
 // settings is what a configuration says of a consumer.
@@ -94,6 +95,14 @@ func (c *consumer) findUpstream() {
 func (c *consumer) runs() bool {
 	sup, ok := c.driver.(lifecycle.Supervisor)
 	return ok && sup.Running()
+}
+
+// moves says whether the driver is about to start its server or to stop it: in a start it may not run yet. It holds mu.
+func (b *Broker) moves(c *consumer) bool {
+	return c.traits.Starts && slices.ContainsFunc(c.slots, func(sl *slot) bool {
+		v, known := b.state.Slot(sl.name)
+		return known && (v.State == scheduler.Loading || v.State == scheduler.Stopping)
+	})
 }
 
 // real is the consumer whose server it is.
@@ -197,7 +206,7 @@ func (b *Broker) find(now time.Time, consumer, model string) *slot {
 	if sl := c.known(model); sl != nil {
 		return sl
 	}
-	if c.cfg.VRAM == 0 || len(model) > config.MaxModelName {
+	if c.cfg.VRAM == 0 || config.CheckModelName(model) != nil || b.leaves(c) {
 		return nil
 	}
 	return b.adopt(now, c, lifecycle.Model{Name: model, Resident: -1}, true)
@@ -218,15 +227,22 @@ func (c *consumer) known(model string) *slot {
 // maxAdopted bounds the models of one consumer that nobody has named.
 const maxAdopted = 64
 
-// adopt makes a slot of a model that nobody has named, but a request, if it was asked for, or the server; nil: there are too many. It holds mu.
-func (b *Broker) adopt(now time.Time, c *consumer, m lifecycle.Model, asked bool) *slot {
-	adopted := 0
+// adopted is how many of its slots nobody has named.
+func (c *consumer) adopted() (n int) {
 	for _, sl := range c.slots {
 		if sl.adopted {
-			adopted++
+			n++
 		}
 	}
-	if adopted >= maxAdopted {
+	return n
+}
+
+// adopt makes a slot of a model that nobody has named, but a request, if it was asked for, or the server; nil: there are too many. It holds mu.
+func (b *Broker) adopt(now time.Time, c *consumer, m lifecycle.Model, asked bool) *slot {
+	if c.adopted() >= maxAdopted && asked && b.disown(c, nil) { // those that came to nothing make way, also where the server lists none
+		b.configure(now)
+	}
+	if c.adopted() >= maxAdopted {
 		return nil
 	}
 	sl := &slot{name: SlotName(c.name, m.Name), model: m.Name, consumer: c, adopted: true, size: max(0, m.Resident)}
@@ -237,6 +253,10 @@ func (b *Broker) adopt(now time.Time, c *consumer, m lifecycle.Model, asked bool
 	b.slots[sl.name] = sl
 	c.slots = append(c.slots, sl)
 	b.configure(now)
+	if c.drained {
+		effects, wake := b.state.Step(now, scheduler.Drain{Slot: sl.name})
+		b.act(now, effects, wake)
+	}
 	if asked && now.Sub(c.listed) <= 2*c.interval { // asked for, and not among those that are loaded: what came since shows in the free memory
 		effects, wake := b.state.Step(now, scheduler.Probed{Slot: sl.name, Sent: now, Loaded: scheduler.No, Resident: -1})
 		b.act(now, effects, wake)
@@ -265,14 +285,14 @@ func (b *Broker) disown(c *consumer, loaded []lifecycle.Model) (changed bool) {
 
 // learnOf takes in which models a server says that it holds: those that nobody has named get slots of their own. It holds mu.
 func (b *Broker) learnOf(now time.Time, c *consumer, loaded []lifecycle.Model) {
-	if !c.cfg.HasModels() || loaded == nil || c.next != nil {
+	if !c.cfg.HasModels() || loaded == nil || c.next != nil || b.leaves(c) { // to one that leaves the scheduler gives no more slots
 		return
 	}
 	changed := b.disown(c, loaded)
 	for _, m := range loaded {
 		sl := c.known(m.Name)
 		switch {
-		case sl == nil && len(m.Name) <= config.MaxModelName:
+		case sl == nil && config.CheckModelName(m.Name) == nil: // one that is no name would spoil what is kept over a restart
 			b.adopt(now, c, m, false)
 		case sl != nil && sl.adopted && m.Resident > sl.size:
 			sl.size, changed = m.Resident, true
@@ -295,6 +315,7 @@ func (b *Broker) Address(consumer string) (upstream string, runs bool) {
 	if !c.traits.Starts {
 		return c.upstream, true
 	}
+	c.findUpstream() // while it starts it listens elsewhere than before, where another may be by now
 	return c.upstream, c.runs()
 }
 

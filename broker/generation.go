@@ -240,7 +240,7 @@ func (b *Broker) equip(c *consumer, cc *config.Consumer, g *Generation, d lifecy
 	case c.next != nil && c.next.key == key:
 		set.driver = c.next.driver
 		c.next = &set
-	case c.closing || c.runs():
+	case c.closing || c.runs() || b.moves(c):
 		b.dropNext(c)
 		c.next = &set
 	default:

@@ -162,6 +162,11 @@ func (b *Broker) drain(name string, off bool) ([]string, error) {
 		if slots = b.SlotNames(name); len(slots) == 0 {
 			return nil, fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
 		}
+		b.mu.Lock()
+		if c := b.consumers[name]; c != nil {
+			c.real().drained = !off
+		}
+		b.mu.Unlock()
 	}
 	for _, slot := range slots {
 		b.step(scheduler.Drain{Slot: slot, Off: off})

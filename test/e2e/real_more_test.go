@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -100,7 +101,8 @@ func TestRealModelRunnerMakesWayModelByModel(t *testing.T) {
 		}
 		return loaded
 	}
-	s := realSite(t, "8GiB", realConsumer{name: "runner", preset: "docker-model-runner", server: runner.URL, lines: aModel("ai/tiny") + aModel("ai/slow")})
+	s := realSite(t, "8GiB", realConsumer{name: "runner", preset: "docker-model-runner", server: runner.URL,
+		lines: "unload_timeout 2m\n" + aModel("ai/tiny") + aModel("ai/slow")}) // its llama-server may take 30 s to end
 	s.chats(chats, "ai/tiny")
 	s.holdsOnly(has, "ai/tiny")
 	s.chats(chats, "ai/slow")
@@ -119,7 +121,12 @@ func TestRealModelRunnerMakesWayModelByModel(t *testing.T) {
 		s.until("a chat waits", func() bool { return s.status().Consumers["runner"].Waiting == 1 })
 		require.Equal(t, []string{"ai/slow"}, has())
 		s.whole(running)
-		require.Empty(t, isChat(s.await(waits)))
+		select {
+		case a := <-waits:
+			require.Empty(t, isChat(a))
+		case <-time.After(3 * patience):
+			t.Fatal("no answer")
+		}
 		s.holdsOnly(has, "ai/tiny")
 		s.chats(chats, "ai/slow")
 		s.holdsOnly(has, "ai/slow")
