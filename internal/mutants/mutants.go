@@ -371,7 +371,7 @@ var mutants = []mutant{
 		name: "a model that the server has loaded by itself is not counted",
 		dir:  "broker",
 		file: "consumer.go",
-		old:  "case sl == nil && len(m.Name) <= config.MaxModelName:",
+		old:  "case sl == nil && config.CheckModelName(m.Name) == nil:",
 		new:  "case false:",
 	},
 	{
