@@ -103,8 +103,8 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 	j.ResponseWriter = w
 	t, err := j.resolve(r)
 	if t == nil && err == nil {
-		if h.byModel.only != nil { // its server knows better what it has
-			return next.ServeHTTP(w, r)
+		if h.byModel.only != nil { // its server knows better what it has, if it runs
+			return j.pass(w, r, next, needsNothing)
 		}
 		body, name := h.byModel.lists.Answer(r)
 		if body != nil {

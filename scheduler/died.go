@@ -108,6 +108,7 @@ func (s *State) mute(now time.Time, sl *slot, e Probed) {
 func (s *State) renew(now time.Time, sl *slot) {
 	sl.renewing = sl.renewing && !sl.busy()
 	switch {
+	case s.worksBefore(sl):
 	case s.cfg.Mode != Evicting && (sl.busy() || sl.queue.count > 0):
 	case s.cfg.Mode != Evicting || sl.state == Idle && !sl.stop.flush && !sl.busy():
 		if !sl.renewing {

@@ -103,7 +103,7 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 	case t != nil && !t.want.extra && s.fits(t):
 		s.reopen(now, v, fmt.Sprintf("%s fits without its going", t.cfg.Name))
 		return
-	case v.busy():
+	case v.busy() || s.worksBefore(v):
 		return
 	case v.cfg.CanBusy && v.state != Loading && !v.gate.clear:
 		s.ask(v, 0)
@@ -518,7 +518,14 @@ func (s *State) retire(now time.Time, sl *slot) {
 // has got models, or has them no more. What is loaded there is theirs now, and not to be unloaded with this one.
 func (s *State) succeeded(sl *slot) bool {
 	return sl.gone && slices.ContainsFunc(s.slots, func(o *slot) bool {
-		return !o.gone && o.cfg.Server != "" && o.cfg.Server == sl.cfg.Server && (o.cfg.Consumer == sl.cfg.Name || sl.cfg.Consumer == o.cfg.Name) && o.cfg.Consumer != sl.cfg.Consumer
+		return !o.gone && (o.cfg.Server != "" || o.cfg.Starts && sl.cfg.Starts) && o.cfg.Server == sl.cfg.Server && (o.cfg.Consumer == sl.cfg.Name || sl.cfg.Consumer == o.cfg.Name) && o.cfg.Consumer != sl.cfg.Consumer
+	})
+}
+
+// worksBefore says whether a removed slot works whose place at the same server this one has taken: its work would be cut with an unload.
+func (s *State) worksBefore(sl *slot) bool {
+	return slices.ContainsFunc(s.slots, func(o *slot) bool {
+		return o.gone && o.busy() && (o.cfg.Consumer == sl.cfg.Name || sl.cfg.Consumer == o.cfg.Name)
 	})
 }
 

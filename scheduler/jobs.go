@@ -297,8 +297,10 @@ func (s *State) release(now time.Time, id JobID, outcome Outcome) {
 	}
 	s.unlock(sl)
 	if sl.dead != "" && sl.active == 0 {
-		s.fall(now, sl, sl.dead)
-		warmed = true // it moves: others may
+		if s.cfg.Mode == Evicting {
+			s.fall(now, sl, sl.dead)
+		}
+		sl.dead, warmed = "", true // it moves: others may
 	}
 	switch outcome {
 	case DialRefused:

@@ -51,7 +51,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		s.reopen(now, sl, "it is in the configuration again")
 	}
 	sl.cfg, sl.gone = c, false
-	sl.renewing = sl.renewing && c.Stale
+	sl.renewing, sl.suspect = sl.renewing && c.Stale, sl.suspect && c.Starts
 	if fresh {
 		sl.on = nil
 	}
@@ -66,6 +66,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		}
 		sl.state, sl.since, sl.idleAt = s.startState(&c), now, time.Time{}
 		sl.stop, sl.gate, sl.readyAt, sl.want = stopping{}, gate{}, now, target{}
+		sl.dead, sl.suspect, sl.deaths, sl.reviving = "", false, 0, false
 		s.recall(now, sl)
 	}
 	s.checkBudget(now, sl)

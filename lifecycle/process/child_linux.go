@@ -169,7 +169,8 @@ func (c *child) sweep() {
 	case <-c.ask:
 		c.terminate()
 	}
-	for wait := firstLook; c.kill(); wait = min(wait*3/2, slowLook) {
+	seen := map[identity]bool{}
+	for wait := firstLook; c.kill(seen); wait = min(wait*3/2, slowLook) {
 		time.Sleep(wait) // nothing tells of the end of a process that is not a child
 	}
 }
@@ -220,8 +221,9 @@ func (c *child) works() bool {
 	return false
 }
 
-// kill kills all that lives of the server, and says whether there was something.
-func (c *child) kill() (found bool) {
+// kill kills all that lives of the server, and says whether there was something. seen are those of earlier looks:
+// one that is about to end has lost its mark already, and what it holds of a GPU not yet.
+func (c *child) kill(seen map[identity]bool) (found bool) {
 	if err := syscall.Kill(-c.record.Leader.PID, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
 		c.log.Error("the server can't be killed", zap.Error(err))
 	}
@@ -232,12 +234,16 @@ func (c *child) kill() (found bool) {
 	}
 	for _, p := range c.record.owned(living, true, mark) {
 		found = true
+		seen[p.identity()] = true
 		if p.group == c.record.Leader.PID {
 			continue
 		}
 		if err := p.identity().signal(syscall.SIGKILL); err != nil {
 			c.log.Error("what the server has started can't be killed", zap.Error(err))
 		}
+	}
+	for id := range seen {
+		found = found || id.alive()
 	}
 	return found
 }

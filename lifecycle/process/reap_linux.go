@@ -38,7 +38,7 @@ func Reap(dir string, logger *zap.Logger) (reaped int, err error) {
 	if len(orphaned) == 0 {
 		return 0, errors.Join(faults...)
 	}
-	seen := map[identity]bool{}
+	seen := map[identity]string{} // by whom: the mark of the record
 	left, err := endOrphans(orphaned, seen, logger)
 	if err != nil {
 		faults = append(faults, err)
@@ -53,7 +53,7 @@ func Reap(dir string, logger *zap.Logger) (reaped int, err error) {
 
 // endOrphans asks all that is left of these servers to end, then kills it. It
 // returns the marks of those of which something is left even then.
-func endOrphans(orphaned []*record, seen map[identity]bool, logger *zap.Logger) (left map[string]bool, err error) {
+func endOrphans(orphaned []*record, seen map[identity]string, logger *zap.Logger) (left map[string]bool, err error) {
 	began := time.Now()
 	asked := map[identity]bool{}
 	var refused error
@@ -68,8 +68,8 @@ func endOrphans(orphaned []*record, seen map[identity]bool, logger *zap.Logger) 
 			for _, p := range r.owned(living, r.groupLives(living), marks.of) {
 				id := p.identity()
 				left[r.Mark] = true
-				if !seen[id] {
-					seen[id] = true
+				if seen[id] == "" {
+					seen[id] = r.Mark
 					logger.Warn("a process that an earlier Caddy has left is ended", zap.String("consumer", r.Consumer), zap.Int("pid", p.pid))
 				}
 				if time.Since(began) >= reapGrace {
@@ -78,6 +78,11 @@ func endOrphans(orphaned []*record, seen map[identity]bool, logger *zap.Logger) 
 					asked[id] = true
 					refused = errors.Join(refused, id.signal(syscall.SIGTERM))
 				}
+			}
+		}
+		for id, mark := range seen { // one that is about to end has lost its mark already, and what it held of a GPU not yet
+			if id.alive() {
+				left[mark] = true
 			}
 		}
 		switch {
