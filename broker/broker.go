@@ -5,7 +5,6 @@ package broker
 
 import (
 	"context"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -117,7 +116,14 @@ func (b *Broker) Close() {
 	b.tasks.Wait()
 	if first {
 		var closing sync.WaitGroup
+		all := map[*consumer]bool{}
 		for _, c := range b.consumers { // nobody else is left
+			all[c] = true
+		}
+		for _, sl := range b.slots { // of one that leaves another may have the name
+			all[sl.consumer] = true
+		}
+		for c := range all {
 			for _, s := range []*settings{&c.settings, c.next} {
 				if s != nil && s.driver != nil {
 					closing.Go(func() { _ = s.driver.Close() })
@@ -168,10 +174,16 @@ func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) 
 
 // unloaded says whether nothing of a consumer is loaded, so that its driver may be replaced. It holds mu.
 func (b *Broker) unloaded(c *consumer) bool {
-	return !slices.ContainsFunc(c.slots, func(sl *slot) bool {
+	for _, sl := range b.slots {
+		if sl.consumer != c {
+			continue
+		}
 		v, known := b.state.Slot(sl.name)
-		return known && (v.Active+v.Held > 0 || v.State != scheduler.Idle && b.current.Load().Config.Scheduler == config.Evicting)
-	})
+		if known && (v.Gone || v.Active+v.Held > 0 || v.State != scheduler.Idle && b.current.Load().Config.Scheduler == config.Evicting) { // one that is gone may have work, or some that wait
+			return false
+		}
+	}
+	return true
 }
 
 func (b *Broker) setTimer(now, at time.Time) {

@@ -61,6 +61,9 @@ func (b *Broker) forgetSlot(sl *slot) {
 	delete(b.slots, sl.name)
 	c.slots = slices.DeleteFunc(c.slots, func(other *slot) bool { return other == sl })
 	if len(c.slots) > 0 {
+		if b.unloaded(c) { // it may have waited for this one alone
+			b.renew(c)
+		}
 		return
 	}
 	for _, other := range b.slots { // one may be leaving yet
@@ -100,7 +103,7 @@ func (b *Broker) target(sl *slot) lifecycle.Target {
 func (b *Broker) died(name, detail string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	c := b.consumers[name]
+	c := b.withServer(name)
 	if c == nil || b.closed {
 		return
 	}
@@ -193,7 +196,7 @@ func (b *Broker) probe(ctx context.Context, name string, driver lifecycle.Driver
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	c := b.consumers[name]
+	c := b.withServer(name)
 	if c == nil || b.closed || ctx.Err() != nil {
 		return
 	}

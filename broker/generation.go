@@ -118,7 +118,7 @@ func (b *Broker) Retire(ctx context.Context) {
 	}
 	b.mu.Unlock()
 	if unused {
-		_ = b.until(ctx, func() bool { return len(b.consumers) == 0 }) // either way it is over
+		_ = b.until(ctx, func() bool { return len(b.consumers)+len(b.slots) == 0 }) // either way it is over
 	}
 }
 
@@ -200,14 +200,13 @@ func (b *Broker) rule(g *Generation) {
 			continue
 		}
 		c := b.consumers[cc.Name]
-		if sl := b.slots[cc.Name]; c != nil && c.partner != nil && sl != nil { // it had a server of its own before, and that is leaving
-			c = sl.consumer
-			b.consumers[cc.Name] = c
+		if c != nil && c.partner != nil {
+			c = b.withServer(cc.Name)
 		}
-		if c == nil || c.partner != nil {
+		if c == nil {
 			c = &consumer{name: cc.Name, probeNow: make(chan struct{}, 1)}
-			b.consumers[cc.Name] = c
 		}
+		b.consumers[cc.Name] = c
 		b.equip(c, cc, g, opened[cc.Name])
 	}
 	b.share(g)
@@ -219,6 +218,21 @@ func (b *Broker) rule(g *Generation) {
 	}
 	b.startSampler(g)
 	b.keepLearnt(g)
+}
+
+// withServer is the consumer of this name that has a server of its own: one that shares another's may have had one before,
+// which is leaving. nil: there is none. It holds mu.
+func (b *Broker) withServer(name string) *consumer {
+	c := b.consumers[name]
+	if c == nil || c.partner == nil {
+		return c
+	}
+	for _, sl := range b.slots {
+		if sl.consumer.name == name {
+			return sl.consumer
+		}
+	}
+	return nil
 }
 
 // equip gives a consumer its settings and, where it is another, its driver d. A driver that has its
