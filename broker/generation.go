@@ -260,6 +260,9 @@ func (b *Broker) equip(c *consumer, cc *config.Consumer, g *Generation, d lifecy
 	default:
 		b.dropNext(c)
 		if c.driver != nil {
+			if heir, ok := d.(lifecycle.Heir); ok {
+				heir.Inherit(c.driver)
+			}
 			b.close(c.driver)
 		}
 		c.take(set)

@@ -175,6 +175,11 @@ type Jobs interface {
 	Track(body []byte) bool
 }
 
+// Heir is a Driver that takes over what the one before it knew of the same server, which can't be asked for it. It is called before any other method.
+type Heir interface {
+	Inherit(before Driver)
+}
+
 // MaxAnswer is how much of an answer Jobs.Track wants to see, in bytes.
 const MaxAnswer = 64 << 10
 

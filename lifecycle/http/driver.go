@@ -30,13 +30,13 @@ type driver struct {
 	client *http.Client
 	// tells is the route that tells residency, nil if none does.
 	tells  *route
-	jobs   jobs      // that its answers named and that are not over
+	jobs   *jobs     // that its answers named and that are not over
 	noBusy sync.Once // it was said that the busy route is not there
-	last   memory    // what it was asked last, if that is to be remembered
+	last   *memory   // what it was asked last, if that is to be remembered
 }
 
 func newDriver(p *plan, deps lifecycle.Deps) *driver {
-	d := &driver{plan: p, deps: deps, client: newClient(), tells: p.residency}
+	d := &driver{plan: p, deps: deps, client: newClient(), tells: p.residency, jobs: new(jobs), last: new(memory)}
 	if d.tells == nil && p.health != nil && p.health.tells() {
 		d.tells = p.health
 	}
@@ -44,6 +44,18 @@ func newDriver(p *plan, deps lifecycle.Deps) *driver {
 		d.last.open(deps)
 	}
 	return d
+}
+
+// Inherit takes over the jobs that the driver before it followed, and what it remembered: both go on, what it still does meanwhile included.
+func (d *driver) Inherit(before lifecycle.Driver) {
+	b, ok := before.(*driver)
+	if !ok || b.deps.Upstream != d.deps.Upstream || b.deps.Consumer != d.deps.Consumer {
+		return
+	}
+	d.jobs = b.jobs
+	if d.plan.remember && b.plan.remember {
+		d.last = b.last
+	}
 }
 
 // whole says whether a route can be called for the server as a whole.
