@@ -1,6 +1,9 @@
 package broker
 
-import "time"
+import (
+	"slices"
+	"time"
+)
 
 // maxOutliving bounds how many jobs of one consumer are remembered whose work may outlive their answer.
 const maxOutliving = 1024
@@ -36,7 +39,11 @@ func (b *Broker) WhenDone(consumer string, began time.Time, done func(service ti
 // settle tells of the work that is over. It holds mu.
 func (b *Broker) settle() {
 	for name, o := range b.outliving {
-		if v, _ := b.state.Slot(name); v.Active+v.Held > 0 {
+		c := b.consumers[name]
+		if c != nil && slices.ContainsFunc(c.real().slots, func(sl *slot) bool {
+			v, _ := b.state.Slot(sl.name)
+			return v.Active+v.Held > 0
+		}) {
 			continue
 		}
 		delete(b.outliving, name)
