@@ -15,7 +15,7 @@ report() {
 	local status=$?
 	if compgen -G "$results/*.json" >/dev/null; then
 		printf '\n== all tests together\n'
-		bin/gotestsum --format none --hide-summary failed,errors,output --raw-command -- cat "$results"/*.json || true
+		bin/gotestsum --format none --hide-summary failed,errors --raw-command -- cat "$results"/*.json || true
 	fi
 	printf '\n== time\n'
 	printf '%s\n' "${times[@]}" "all: $SECONDS s"
