@@ -25,7 +25,7 @@ func TestRequestThatIsAdmittedOnceMoreGetsTheServersOwnHeaders(t *testing.T) {
 		require.Equal(t, "own", w.Header().Get("X-Site"))
 	})
 	beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
-		time.Sleep(time.Second)
+		pass(time.Second)
 		synctest.Wait()
 		h.again(place)
 		h.Header().Add("Content-Type", "application/json")
@@ -77,10 +77,10 @@ func TestClientThatTakesNoHeartbeatHoldsNothingUp(t *testing.T) {
 		h.mu.Lock()
 		h.ResponseWriter = &caddyhttp.ResponseWriterWrapper{ResponseWriter: s}
 		h.mu.Unlock()
-		time.Sleep(time.Second)
+		pass(time.Second)
 		synctest.Wait() // its first comment is under way
 		require.False(t, h.mu.TryLock(), "it holds whoever wants to answer up")
-		time.Sleep(stuckAfter)
+		pass(stuckAfter)
 		synctest.Wait()
 		require.True(t, h.mu.TryLock())
 		h.mu.Unlock()

@@ -55,7 +55,7 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// playDeaf sits there until it is ended, or forgotten by a test that fails.
+// playDeaf is no test but the program that one starts: it sits there until it is ended, or forgotten by a test that fails.
 func playDeaf() { time.Sleep(2 * time.Minute) }
 
 // playServer is a model server.
@@ -80,7 +80,7 @@ func playServer() {
 		go func() {
 			s := <-asked
 			fmt.Printf("asked by %d\n", s)
-			time.Sleep(*farewell)
+			time.Sleep(*farewell) // the time that its stop takes, which is what the test is about
 			fmt.Println("bye")
 			os.Exit(0)
 		}()
