@@ -147,7 +147,7 @@ func (b *Broker) slotsOf(c *consumer) []scheduler.SlotConfig {
 			keep(m.Name, false, 0)
 		}
 		for _, sl := range before {
-			if sl.adopted && c.cfg.ModelNamed(sl.model, c.traits.Tag) == nil {
+			if sl.adopted && c.named(sl.model) == nil {
 				keep(sl.model, true, sl.size)
 			}
 		}
@@ -176,7 +176,7 @@ func (b *Broker) slotConfig(sl *slot) scheduler.SlotConfig {
 	if sl.model == "" {
 		return out
 	}
-	m := cfg.ModelNamed(sl.model, c.traits.Tag)
+	m := c.named(sl.model)
 	if m == nil {
 		m = &config.Model{Name: sl.model, VRAM: max(sl.size, 0)}
 		if sl.size <= 0 {
@@ -212,9 +212,19 @@ func (b *Broker) find(now time.Time, consumer, model string) *slot {
 	return b.adopt(now, c, lifecycle.Model{Name: model, Resident: -1}, true)
 }
 
+// named is the configuration of the model that goes by this name, or by this alias; nil: there is none.
+func (c *consumer) named(name string) *config.Model {
+	for _, m := range c.cfg.Models {
+		if lifecycle.Same(m.Name, name, c.traits.Tag) || slices.Contains(m.Alias, name) {
+			return m
+		}
+	}
+	return nil
+}
+
 // known is the slot of a model, by any of its names; nil: it has none.
 func (c *consumer) known(model string) *slot {
-	if m := c.cfg.ModelNamed(model, c.traits.Tag); m != nil {
+	if m := c.named(model); m != nil {
 		model = m.Name
 	}
 	i := slices.IndexFunc(c.slots, func(sl *slot) bool { return lifecycle.Same(sl.model, model, c.traits.Tag) })

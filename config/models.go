@@ -2,7 +2,6 @@ package config
 
 import (
 	"fmt"
-	"slices"
 	"strconv"
 	"unicode"
 	"unicode/utf8"
@@ -13,16 +12,6 @@ const MaxModelName = 256
 
 // HasModels says whether the consumer's models are loaded and unloaded each by itself.
 func (c *Consumer) HasModels() bool { return len(c.Models) > 0 }
-
-// ModelNamed is the model that goes by this name, or by this alias; nil: there is none. tag is what a name without one means to the server.
-func (c *Consumer) ModelNamed(name, tag string) *Model {
-	for _, m := range c.Models {
-		if m.Name == name || tag != "" && (m.Name+":"+tag == name || m.Name == name+":"+tag) || slices.Contains(m.Alias, name) {
-			return m
-		}
-	}
-	return nil
-}
 
 // CheckModelName says what is wrong with the name by which a server knows a model.
 func CheckModelName(name string) error {

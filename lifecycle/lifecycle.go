@@ -5,6 +5,7 @@ package lifecycle
 import (
 	"context"
 	"errors"
+	"strings"
 	"time"
 
 	"go.uber.org/zap"
@@ -66,8 +67,16 @@ type Model struct {
 
 // Same says whether two names mean the same model to the server, whose names
 // without a tag mean the tag given; an empty tag is none.
-func Same(a, b, tag string) bool {
-	return a == b || tag != "" && (a+":"+tag == b || a == b+":"+tag)
+func Same(a, b, tag string) bool { return a == b || untagged(a, tag) == untagged(b, tag) }
+
+// untagged is a name without the tag. It does not allocate: requests by a model's name come here.
+func untagged(name, tag string) string {
+	if before, is := strings.CutSuffix(name, tag); is && tag != "" {
+		if short, is := strings.CutSuffix(before, ":"); is {
+			return short
+		}
+	}
+	return name
 }
 
 // Errors that the scheduler must tell apart. Drivers wrap them.
