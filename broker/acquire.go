@@ -122,9 +122,17 @@ func (b *Broker) TryAcquire(r Request) (Lease, bool) {
 
 // Touch counts as use of a consumer, of all its models, without a job.
 func (b *Broker) Touch(consumer string) {
-	for _, slot := range b.SlotNames(consumer) {
-		b.step(scheduler.Touch{Slot: slot})
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.consumers[consumer]
+	if c == nil || b.closed {
+		return
 	}
+	now := time.Now()
+	for _, sl := range c.real().slots {
+		b.apply(now, scheduler.Touch{Slot: sl.name})
+	}
+	b.ended()
 }
 
 // await waits for the answer, or gives the place back if the client leaves.

@@ -141,10 +141,15 @@ func (b *Broker) step(e scheduler.Event) {
 	defer b.mu.Unlock()
 	if !b.closed {
 		now := time.Now()
-		effects, wake := b.state.Step(now, e)
-		b.act(now, effects, wake)
+		b.apply(now, e)
 		b.ended()
 	}
+}
+
+// apply takes one event into the state and does what follows. It holds mu.
+func (b *Broker) apply(now time.Time, e scheduler.Event) {
+	effects, wake := b.state.Step(now, e)
+	b.act(now, effects, wake)
 }
 
 // act does what a step says. It holds mu, so it only closes channels, starts
@@ -159,10 +164,6 @@ func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) 
 		case scheduler.Decided:
 			b.record(*e.Decision)
 		case scheduler.Queued, scheduler.NotNow:
-		case scheduler.Renew:
-			if sl := b.slots[e.Slot]; sl != nil && b.unloaded(sl.consumer) {
-				b.renew(sl.consumer)
-			}
 		default:
 			b.effect(e)
 		}
@@ -209,8 +210,7 @@ func (b *Broker) wake() {
 	}
 	now := time.Now()
 	b.wakeAt = time.Time{}
-	effects, wake := b.state.Step(now, scheduler.Wake{})
-	b.act(now, effects, wake)
+	b.apply(now, scheduler.Wake{})
 	b.ended()
 }
 

@@ -168,11 +168,7 @@ func (b *Broker) slotConfig(sl *slot) scheduler.SlotConfig {
 	if r, ok := c.driver.(lifecycle.Restarter); ok {
 		out.Restart, out.MaxRestarts = r.RestartOnFailure(), r.MaxRestarts()
 	}
-	for _, other := range b.consumers { // what shares its server is loaded with it
-		if other.partner == c {
-			out.Claim += other.cfg.VRAM
-		}
-	}
+	out.Claim = b.current.Load().Config.SharedVRAM(cfg)
 	if sl.model == "" {
 		return out
 	}
@@ -186,30 +182,28 @@ func (b *Broker) slotConfig(sl *slot) scheduler.SlotConfig {
 	return ModelConfig(out, cfg, m, c.traits)
 }
 
-// find is the slot that serves a request for a model of a consumer. A model that nobody has named is adopted, if the
+// find is the consumer of this name, and its slot that serves a request for a model. A model that nobody has named is adopted, if the
 // consumer says how much memory such a model takes. nil: there is none. It holds mu.
-func (b *Broker) find(now time.Time, consumer, model string) *slot {
-	c := b.consumers[consumer]
-	if c == nil {
-		return nil
+func (b *Broker) find(now time.Time, name, model string) (*consumer, *slot) {
+	face := b.consumers[name]
+	if face == nil {
+		return nil, nil
 	}
-	c = c.real()
-	if !c.cfg.HasModels() {
+	c := face.real()
+	switch {
+	case !c.cfg.HasModels():
 		if len(c.slots) == 0 {
-			return nil
+			return face, nil
 		}
-		return c.slots[0]
+		return face, c.slots[0]
+	case model == "":
+		return face, nil
 	}
-	if model == "" {
-		return nil
+	sl := c.known(model)
+	if sl == nil && c.cfg.VRAM > 0 && config.CheckModelName(model) == nil && !b.leaves(c) {
+		sl = b.adopt(now, c, lifecycle.Model{Name: model, Resident: -1}, true)
 	}
-	if sl := c.known(model); sl != nil {
-		return sl
-	}
-	if c.cfg.VRAM == 0 || config.CheckModelName(model) != nil || b.leaves(c) {
-		return nil
-	}
-	return b.adopt(now, c, lifecycle.Model{Name: model, Resident: -1}, true)
+	return face, sl
 }
 
 // named is the configuration of the model that goes by this name, or by this alias; nil: there is none.
@@ -264,12 +258,10 @@ func (b *Broker) adopt(now time.Time, c *consumer, m lifecycle.Model, asked bool
 	c.slots = append(c.slots, sl)
 	b.configure(now)
 	if c.drained {
-		effects, wake := b.state.Step(now, scheduler.Drain{Slot: sl.name})
-		b.act(now, effects, wake)
+		b.apply(now, scheduler.Drain{Slot: sl.name})
 	}
 	if asked && now.Sub(c.listed) <= 2*c.interval { // asked for, and not among those that are loaded: what came since shows in the free memory
-		effects, wake := b.state.Step(now, scheduler.Probed{Slot: sl.name, Sent: now, Loaded: scheduler.No, Resident: -1})
-		b.act(now, effects, wake)
+		b.apply(now, scheduler.Probed{Slot: sl.name, Sent: now, Loaded: scheduler.No, Resident: -1})
 		return sl
 	}
 	select {

@@ -50,6 +50,10 @@ func (b *Broker) effect(e scheduler.Effect) {
 		if b.sampler != nil {
 			b.sampler.hurry()
 		}
+	case scheduler.Renew:
+		if b.unloaded(c) {
+			b.renew(c)
+		}
 	case scheduler.Dropped:
 		b.forgetSlot(sl)
 	}
@@ -109,8 +113,7 @@ func (b *Broker) died(name, detail string) {
 	}
 	now := time.Now()
 	for _, sl := range slices.Clone(c.slots) {
-		effects, wake := b.state.Step(now, scheduler.Died{Slot: sl.name, Detail: detail})
-		b.act(now, effects, wake)
+		b.apply(now, scheduler.Died{Slot: sl.name, Detail: detail})
 	}
 	b.ended()
 }
@@ -207,8 +210,7 @@ func (b *Broker) probe(ctx context.Context, name string, driver lifecycle.Driver
 	}
 	b.learnOf(now, c, r.Models)
 	for _, sl := range slices.Clone(c.slots) {
-		effects, wake := b.state.Step(now, said(sl, r, sent))
-		b.act(now, effects, wake)
+		b.apply(now, said(sl, r, sent))
 	}
 	b.ended()
 }

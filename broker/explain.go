@@ -74,8 +74,7 @@ func (b *Broker) Lend(index int, d time.Duration) (Lent, error) {
 		if d > 0 {
 			out.Until = now.Add(d)
 		}
-		effects, wake := b.state.Step(now, scheduler.Lend{GPU: index, Until: now.Add(d)})
-		b.act(now, effects, wake)
+		b.apply(now, scheduler.Lend{GPU: index, Until: now.Add(d)})
 		b.ended()
 		out.Until = out.Until.UTC().Round(0)
 		return out, nil

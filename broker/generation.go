@@ -113,8 +113,7 @@ func (b *Broker) Retire(ctx context.Context) {
 		}
 		cfg := SchedulerConfig(b.current.Load().Config)
 		now := time.Now()
-		effects, wake := b.state.Step(now, scheduler.Configure{Config: cfg})
-		b.act(now, effects, wake)
+		b.apply(now, scheduler.Configure{Config: cfg})
 	}
 	b.mu.Unlock()
 	if unused {
@@ -315,8 +314,7 @@ func (b *Broker) configure(now time.Time) {
 			sc.Slots = append(sc.Slots, b.slotsOf(c)...)
 		}
 	}
-	effects, wake := b.state.Step(now, scheduler.Configure{Config: sc})
-	b.act(now, effects, wake)
+	b.apply(now, scheduler.Configure{Config: sc})
 }
 
 // renew replaces the driver of a consumer of which nothing is loaded, once that has stopped what is left of its server. It holds mu.
@@ -336,7 +334,7 @@ func (b *Broker) renew(c *consumer) {
 		defer b.mu.Unlock()
 		c.closing = false
 		if c.next == nil || b.closed {
-			c.driver = closedDriver{old}
+			c.driver = nil // it is closed, and nobody asks for it any more
 			return
 		}
 		next := *c.next
@@ -347,8 +345,3 @@ func (b *Broker) renew(c *consumer) {
 		b.ended()
 	})
 }
-
-// closedDriver is one that was closed already.
-type closedDriver struct{ lifecycle.Driver }
-
-func (closedDriver) Close() error { return nil }

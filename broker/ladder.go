@@ -11,10 +11,9 @@ import (
 // that takes the request in. Without a slot there is nobody. It holds mu.
 func (b *Broker) choose(now time.Time, r *Request) (*consumer, *slot) {
 	if len(r.Candidates) < 2 {
-		sl := b.find(now, r.Consumer, r.Model)
-		return b.consumers[r.Consumer], sl
+		return b.find(now, r.Consumer, r.Model)
 	}
-	first := b.find(now, r.Candidates[0], r.Model)
+	c, first := b.find(now, r.Candidates[0], r.Model)
 	if first == nil {
 		return nil, nil
 	}
@@ -23,7 +22,7 @@ func (b *Broker) choose(now time.Time, r *Request) (*consumer, *slot) {
 	for i, name := range candidates {
 		sl := first
 		if i > 0 {
-			sl = b.find(now, name, "")
+			_, sl = b.find(now, name, "")
 		}
 		if sl == nil { // it is leaving: the scheduler knows nothing of it
 			names = append(names, "")
@@ -32,8 +31,7 @@ func (b *Broker) choose(now time.Time, r *Request) (*consumer, *slot) {
 		names = append(names, sl.name)
 	}
 	b.rungs = names
-	cfg := b.configOf(r.Candidates[0])
-	chosen := b.state.Choose(now, names, r.PinPrimary || cfg.PinPrimary)
+	chosen := b.state.Choose(now, names, r.PinPrimary || c.cfg.PinPrimary)
 	at := slices.Index(names, chosen)
 	return b.consumers[candidates[at]], b.slots[chosen]
 }

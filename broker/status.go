@@ -249,12 +249,7 @@ func (b *Broker) splitWith(name string, out *Consumer) {
 	if c == nil {
 		return
 	}
-	mine, all := c.cfg.VRAM, c.real().cfg.VRAM
-	for _, other := range b.consumers {
-		if other.partner == c.real() {
-			all += other.cfg.VRAM
-		}
-	}
+	mine, all := c.cfg.VRAM, b.current.Load().Config.SharedVRAM(c.real().cfg)
 	if mine != all && all > 0 {
 		out.ResidentMiB = int64(float64(out.ResidentMiB) * float64(mine) / float64(all))
 	}

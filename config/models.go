@@ -5,6 +5,8 @@ import (
 	"strconv"
 	"unicode"
 	"unicode/utf8"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 )
 
 // MaxModelName is the greatest length of a model's name, in bytes.
@@ -12,6 +14,17 @@ const MaxModelName = 256
 
 // HasModels says whether the consumer's models are loaded and unloaded each by itself.
 func (c *Consumer) HasModels() bool { return len(c.Models) > 0 }
+
+// SharedVRAM is how much the process of c takes when loaded: for itself and for all that share it.
+func (b *Broker) SharedVRAM(c *Consumer) gpu.Bytes {
+	sum := c.VRAM
+	for _, other := range b.Consumers {
+		if other.Shares == c.Name {
+			sum += other.VRAM
+		}
+	}
+	return sum
+}
 
 // CheckModelName says what is wrong with the name by which a server knows a model.
 func CheckModelName(name string) error {

@@ -140,11 +140,7 @@ func slots(b *config.Broker, c *config.Consumer, t lifecycle.Traits) (out []sche
 	t = lifecycle.Traits{Load: t.Load, Unload: t.Unload, LoadModel: t.LoadModel, UnloadModel: t.UnloadModel}
 	sc := broker.SlotConfig(c, t)
 	sc.Residual, sc.Async = 0, false
-	for _, other := range b.Consumers {
-		if other.Shares == c.Name {
-			sc.Claim += other.VRAM
-		}
-	}
+	sc.Claim = b.SharedVRAM(c)
 	if !c.HasModels() {
 		return append(out, sc)
 	}
