@@ -39,7 +39,7 @@ func (s *State) fall(now time.Time, sl *slot, detail string) {
 			"the server of consumer %q has died %d times in a row, the last time after %s: %s; it is started again in %s at the earliest", sl.cfg.Name, sl.deaths, lived.Round(time.Millisecond), detail, cool)})
 		return
 	}
-	if sl.reviving && s.mayRevive(sl) && s.mayMove(sl) && s.booksAllow(sl) { // at once, so that nobody takes its memory
+	if sl.reviving && s.mayLoadUnasked(sl) && s.mayMove(sl) && s.booksAllow(sl) { // at once, so that nobody takes its memory
 		sl.reviving = false
 		s.load(now, sl)
 		sl.emptyAt = now
@@ -61,8 +61,9 @@ func (s *State) booksAllow(sl *slot) bool {
 // alive says whether nothing speaks for it that the server of the slot has died.
 func (sl *slot) alive() bool { return sl.dead == "" && !sl.suspect }
 
-func (s *State) mayRevive(sl *slot) bool {
-	return s.sampled && sl.state == Idle && !sl.gone && !sl.lent && !sl.cfg.Stale && !sl.gate.closed && sl.cfg.CanLoad && s.refusesNew(sl, sl.cfg.Name) == nil
+// mayLoadUnasked says whether a slot may be loaded that nobody asks for.
+func (s *State) mayLoadUnasked(sl *slot) bool {
+	return s.sampled && sl.state == Idle && !sl.gone && !sl.lent && !sl.cfg.Stale && !sl.gate.closed && sl.cfg.CanLoad && sl.health == healthGood && s.refusesNew(sl, sl.cfg.Name) == nil
 }
 
 // revive loads those again whose servers have died, as soon as they have cooled down and fit.
@@ -75,7 +76,7 @@ func (s *State) revive(now time.Time) {
 			sl.reviving = false
 			continue
 		}
-		if s.due(now, sl.coolUntil) && s.mayRevive(sl) && s.holdUp(now, sl) == "" && s.fits(sl) {
+		if s.due(now, sl.coolUntil) && s.mayLoadUnasked(sl) && s.holdUp(now, sl) == "" && s.fits(sl) {
 			sl.reviving = false
 			s.load(now, sl)
 			sl.emptyAt = now

@@ -15,7 +15,7 @@ func (s *State) restore(now time.Time) {
 	}
 	for _, r := range s.cfg.Restore {
 		sl := s.named[r.Slot]
-		if sl == nil || sl.cfg.Stale || !sl.evicted || sl.gone || sl.lent || sl.state != Idle || sl.gate.closed || !sl.cfg.CanLoad || s.refusesNew(sl, r.Slot) != nil || sl.health != healthGood {
+		if sl == nil || !sl.evicted || !s.mayLoadUnasked(sl) {
 			continue
 		}
 		idle := s.idleSince(sl)
