@@ -40,10 +40,6 @@ func (h *Handler) newByModel(only *config.Consumer) (*byModel, error) {
 			from = []config.ModelFrom{{Source: config.FromBody}}
 		}
 	}
-	var places []routing.Source
-	for _, f := range from {
-		places = append(places, routing.Source{Kind: f.Source, Name: f.Name})
-	}
 	var named []routing.Named
 	var listed []routing.Listed
 	for _, c := range consumers {
@@ -53,7 +49,7 @@ func (h *Handler) newByModel(only *config.Consumer) (*byModel, error) {
 	}
 	m.lists = routing.NewLists(listed)
 	var faults [5]error
-	m.sources, faults[0] = routing.NewSources(places)
+	m.sources, faults[0] = routing.NewSources(from)
 	m.names, faults[1] = routing.NewNames(named)
 	var touch config.RoutePatterns
 	m.bypass, faults[2] = config.ParseRoutePatterns(h.Bypass)

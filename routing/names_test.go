@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
 )
 
 func names(t *testing.T) *Names {
@@ -53,7 +55,7 @@ func TestNearNamesAreProposedTheNearestFirst(t *testing.T) {
 }
 
 func TestSourcesAreAskedInTheirOrder(t *testing.T) {
-	s, err := NewSources([]Source{{FromHeader, "X-Model"}, {FromBody, ""}, {FromPath, "/models/*/infer"}, {FromQuery, ""}, {FromBody, "model_id"}, {FromPath, "/m/*"}})
+	s, err := NewSources([]config.ModelFrom{{Source: config.FromHeader, Name: "X-Model"}, {Source: config.FromBody, Name: ""}, {Source: config.FromPath, Name: "/models/*/infer"}, {Source: config.FromQuery, Name: ""}, {Source: config.FromBody, Name: "model_id"}, {Source: config.FromPath, Name: "/m/*"}})
 	require.NoError(t, err)
 	require.Equal(t, []string{"model", "model_id"}, s.Fields())
 	for _, c := range []struct {
@@ -85,7 +87,7 @@ func TestSourcesAreAskedInTheirOrder(t *testing.T) {
 }
 
 func TestSourcesThatCantBeReadAreErrors(t *testing.T) {
-	_, err := NewSources([]Source{{FromHeader, ""}, {FromPath, ""}, {FromPath, "/a"}, {FromPath, "/*/*"}, {FromPath, "*/a"}, {FromPath, "/*?a"}, {"cookie", "a"}})
+	_, err := NewSources([]config.ModelFrom{{Source: config.FromHeader, Name: ""}, {Source: config.FromPath, Name: ""}, {Source: config.FromPath, Name: "/a"}, {Source: config.FromPath, Name: "/*/*"}, {Source: config.FromPath, Name: "*/a"}, {Source: config.FromPath, Name: "/*?a"}, {Source: "cookie", Name: "a"}})
 	for _, want := range []string{"say which header", `path ""`, `path "/a": one *`, `path "/*/*": one *`, `path "*/a": the pattern must begin`, "leave out the query", `"cookie": one of body, query, header, path`} {
 		require.ErrorContains(t, err, want)
 	}

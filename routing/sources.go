@@ -5,56 +5,36 @@ import (
 	"fmt"
 	"net/http"
 	"strings"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
 )
-
-// Kinds of Source.
-const (
-	FromBody   = "body"
-	FromQuery  = "query"
-	FromHeader = "header"
-	FromPath   = "path"
-)
-
-// SourceKinds are the kinds of Source.
-var SourceKinds = []string{FromBody, FromQuery, FromHeader, FromPath}
-
-// Source is a place of a request where the name of a model may stand.
-type Source struct {
-	Kind string // FromBody …
-	Name string // of the field, parameter or header, or a PathPattern; default for body and query: model
-}
-
-// defaultField is where the model stands if nothing else is said.
-const defaultField = "model"
 
 // Sources are the places where the requests of a route may say which model they want.
 type Sources struct {
-	list   []Source
+	list   []config.ModelFrom
 	paths  []PathPattern // of the sources of kind path, in their order
 	fields []string      // of those of kind body
 }
 
 // NewSources checks the places; its error holds all faults.
-func NewSources(list []Source) (*Sources, error) {
+func NewSources(list []config.ModelFrom) (*Sources, error) {
 	s := &Sources{}
 	var faults []error
 	for _, from := range list {
-		if from.Name == "" && (from.Kind == FromBody || from.Kind == FromQuery) {
-			from.Name = defaultField
-		}
+		from.Name = from.Field()
 		switch {
-		case from.Kind == FromPath:
+		case from.Source == config.FromPath:
 			p, err := ParsePathPattern(from.Name)
 			if err != nil {
 				faults = append(faults, err)
 			}
 			s.paths = append(s.paths, p)
 		case from.Name == "":
-			faults = append(faults, fmt.Errorf("model_from %s: say which %s, as in model_from header X-Model", from.Kind, from.Kind))
-		case from.Kind == FromBody:
+			faults = append(faults, fmt.Errorf("model_from %s: say which %s, as in model_from header X-Model", from.Source, from.Source))
+		case from.Source == config.FromBody:
 			s.fields = append(s.fields, from.Name)
-		case from.Kind != FromQuery && from.Kind != FromHeader:
-			faults = append(faults, fmt.Errorf("model_from %q: one of %s is wanted", from.Kind, strings.Join(SourceKinds, ", ")))
+		case from.Source != config.FromQuery && from.Source != config.FromHeader:
+			faults = append(faults, fmt.Errorf("model_from %q: one of %s is wanted", from.Source, strings.Join(config.ModelSources, ", ")))
 		}
 		s.list = append(s.list, from)
 	}
@@ -72,22 +52,22 @@ func (s *Sources) Find(r *http.Request, inBody []string) (string, error) {
 	path, body := 0, 0
 	for _, from := range s.list {
 		var name string
-		switch from.Kind {
-		case FromQuery:
+		switch from.Source {
+		case config.FromQuery:
 			name = r.URL.Query().Get(from.Name)
-		case FromHeader:
+		case config.FromHeader:
 			name = r.Header.Get(from.Name)
-		case FromPath:
+		case config.FromPath:
 			name, _ = s.paths[path].Match(r.URL.Path)
 			path++
-		case FromBody:
+		case config.FromBody:
 			if body < len(inBody) {
 				name = inBody[body]
 			}
 			body++
 		}
 		if len(name) > MaxName {
-			return "", bad("the model's name in the %s is longer than %d bytes", from.Kind, MaxName)
+			return "", bad("the model's name in the %s is longer than %d bytes", from.Source, MaxName)
 		}
 		if name != "" {
 			return name, nil
@@ -100,14 +80,14 @@ func (s *Sources) Find(r *http.Request, inBody []string) (string, error) {
 func (s *Sources) String() string {
 	var places []string
 	for _, from := range s.list {
-		switch from.Kind {
-		case FromBody:
+		switch from.Source {
+		case config.FromBody:
 			places = append(places, fmt.Sprintf("the field %q of the body", from.Name))
-		case FromQuery:
+		case config.FromQuery:
 			places = append(places, fmt.Sprintf("the parameter %q of the query", from.Name))
-		case FromHeader:
+		case config.FromHeader:
 			places = append(places, "the header "+from.Name)
-		case FromPath:
+		case config.FromPath:
 			places = append(places, "the path, as in "+from.Name)
 		}
 	}
