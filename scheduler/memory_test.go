@@ -305,3 +305,32 @@ func TestOnlyALookFromAfterTheCallShowsThatMemoryIsBack(t *testing.T) {
 	f.requireState("a", Idle)
 	f.requireState("b", Loading)
 }
+
+// A residue that is gone by the end of another's unload doesn't come back with the memory of what is loaded next.
+func TestAResidueThatWentDuringAnUnloadIsGoneBeforeTheNextLoad(t *testing.T) {
+	f := given(t, 24576, server("leaky", 2048), server("next", 2048), server("big", 14336), server("new", 9216), server("last", 14000))
+	for _, name := range []string{"leaky", "next"} {
+		f.warm(name, 2048)
+	}
+	f.warm("big", 14336)
+	f.advance(time.Minute)
+	f.step(Unload{Slot: "leaky"})
+	f.unloaded("leaky")
+	f.look(10 * time.Second)
+	f.requireState("leaky", Idle)
+	require.EqualValues(t, 2048, f.booking("leaky"))
+
+	f.step(Unload{Slot: "next"})
+	f.submit("new")
+	f.unloaded("next")
+	f.free(24576 - 14336) // both gave back theirs
+	f.requireState("next", Idle)
+	require.Zero(t, f.booking("leaky"))
+	f.requireState("new", Loading)
+	f.submit("last")
+	f.loaded("new")
+	f.requireState("big", Stopping)
+	f.use(9216)
+	require.Zero(t, f.booking("leaky"))
+	require.EqualValues(t, 14336+9216, f.s.Snapshot(f.now).GPUs[0].Booked.MiB())
+}

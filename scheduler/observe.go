@@ -285,10 +285,15 @@ func (s *State) follow(c *card) {
 			sl.rebase(c)
 		}
 	}
+	s.capResidues(c)
+}
+
+// capResidues caps what unloaded slots left on a GPU anew by what nobody else explains of its memory.
+func (s *State) capResidues(c *card) {
 	if !c.Known {
 		return
 	}
-	for _, sl := range s.slots { // residues are capped anew by what nobody else explains
+	for _, sl := range s.slots {
 		h := sl.hold(c.Index)
 		if h == nil {
 			continue

@@ -356,7 +356,11 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 	if sl.state == Loading && state == Ready {
 		sl.credit = credit{}
 	}
+	unloaded := sl.state == Stopping
 	sl.state, sl.since = state, now
+	if unloaded { // what the others left is told from what this one gave back now, before a load takes it
+		s.cards(sl, func(c *card, _ *holding) { s.capResidues(c) })
+	}
 	if state == Ready {
 		sl.evicted = false
 		sl.readyAt, sl.idleAt, sl.started, sl.emptyAt = now, now, 0, time.Time{}
