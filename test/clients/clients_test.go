@@ -3,7 +3,6 @@
 package clients
 
 import (
-	"os"
 	"testing"
 	"time"
 
@@ -12,13 +11,11 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 )
 
 func TestMain(m *testing.M) {
-	goleak.VerifyTestMain(m, goleak.Cleanup(func(code int) {
-		_ = os.RemoveAll(builtDir)
-		os.Exit(code)
-	}))
+	goleak.VerifyTestMain(m, goleak.Cleanup(caddytest.Exit))
 }
 
 // served checks what the clients can't see: that no server ran out of memory, was unloaded under its work or left
@@ -67,10 +64,7 @@ func TestErrorsAreTheSDKsOwnWithOurMessage(t *testing.T) {
 		edits:   map[string]string{"vram 2.5GiB\n": "vram 2.5GiB\nbudget 1s\n"},
 	})
 	s.servers["ollama"].Kill()
-	s.until("the broker has seen that ollama is down", func() bool {
-		status, err := s.status()
-		return err == nil && status.Consumers["ollama"].Health == "unhealthy"
-	})
+	s.Until("the broker has seen that ollama is down", func() bool { return s.Status().Consumers["ollama"].Health == "unhealthy" })
 	s.node("errors.mjs")
 }
 

@@ -28,7 +28,7 @@ func newContainer(t *testing.T, c *onecard.Card, alter ...func(*container.Config
 	t.Helper()
 	o := onCard{
 		t: t, name: fmt.Sprintf("card-%d", time.Now().UnixNano()),
-		config: &container.Config{Image: "modelserver", Cmd: append([]string{"/modelserver"}, c.Command()...)},
+		config: &container.Config{Image: "modelserver", Cmd: append([]string{"/modelserver"}, c.Args()...)},
 		// What it holds is told by its PID; a driver of a real card knows that of the host as well.
 		host: &container.HostConfig{NetworkMode: "host", PidMode: "host", Binds: []string{c.Sim + ":" + c.Sim}},
 	}

@@ -8,7 +8,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -26,6 +25,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/docker"
 	_ "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
+	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 	"github.com/gpu-broker/caddy-gpu-broker/test/onecard"
 )
 
@@ -157,7 +157,7 @@ type site struct {
 // newSite makes a container whose server gets args; alter may change it.
 func newSite(t *testing.T, args []string, alter ...func(*container.Config, *container.HostConfig)) *site {
 	t.Helper()
-	s := &site{t: t, name: fmt.Sprintf("mortal-%d", time.Now().UnixNano()), address: freeAddress(t)}
+	s := &site{t: t, name: fmt.Sprintf("mortal-%d", time.Now().UnixNano()), address: caddytest.FreeAddr(t)}
 	config := &container.Config{Image: "mortal", Cmd: append([]string{"/mortal", "-listen", s.address}, args...)}
 	host := &container.HostConfig{NetworkMode: "host"}
 	for _, f := range alter {
@@ -234,12 +234,4 @@ func (s *site) death() string {
 		require.FailNow(s.t, "its death was not noticed")
 		return ""
 	}
-}
-
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer listener.Close()
-	return listener.Addr().String()
 }

@@ -7,9 +7,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -17,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 )
 
 // Times of the tests in this file: what a probe can show must be seen within one interval, and a margin for a busy machine.
@@ -24,16 +23,6 @@ const (
 	crashProbe  = time.Second
 	crashMargin = time.Second
 )
-
-// modelserverBinary builds the pretending server once, as a program of its own.
-var modelserverBinary = sync.OnceValues(func() (string, error) {
-	path := filepath.Join(os.TempDir(), fmt.Sprintf("gpu-broker-e2e-%d", os.Getpid()), "modelserver")
-	out, err := exec.Command("go", "build", "-o", path, "github.com/gpu-broker/caddy-gpu-broker/cmd/modelserver").CombinedOutput()
-	if err != nil {
-		return "", fmt.Errorf("building modelserver: %w\n%s", err, out)
-	}
-	return path, nil
-})
 
 // process is a model server that is a process of its own: kill -9 ends it without a word.
 type process struct {
@@ -66,7 +55,7 @@ func withProcess(t *testing.T, l layout, lines string, options ...string) (*site
 
 func (p *process) start() {
 	p.s.t.Helper()
-	bin, err := modelserverBinary()
+	bin, err := caddytest.Modelserver()
 	require.NoError(p.s.t, err)
 	p.cmd = exec.Command(bin, append([]string{"-addr=" + p.addr, "-sim-dir=" + p.s.sim}, p.args...)...)
 	p.cmd.Stderr = os.Stderr

@@ -2,15 +2,12 @@ package e2e
 
 import (
 	"fmt"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -18,21 +15,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 )
-
-// modelserverBin builds the pretending server once, as a program that can be started. It lies beside the Caddy that is tested.
-var modelserverBin = sync.OnceValues(func() (string, error) {
-	bin, err := caddy()
-	if err != nil {
-		return "", err
-	}
-	path := filepath.Join(filepath.Dir(bin), "modelserver-e2e")
-	out, err := exec.Command("go", "build", "-o", path, "github.com/gpu-broker/caddy-gpu-broker/cmd/modelserver").CombinedOutput()
-	if err != nil {
-		return "", fmt.Errorf("building modelserver: %w\n%s", err, out)
-	}
-	return path, nil
-})
 
 // started is a consumer whose server the broker starts: the pretending one, loaded when it listens.
 type started struct {
@@ -48,7 +32,7 @@ type started struct {
 // supervised is a site with such consumers, and with others.
 func supervised(t *testing.T, global string, others []consumer, all ...started) *site {
 	t.Helper()
-	bin, err := modelserverBin()
+	bin, err := caddytest.Modelserver()
 	require.NoError(t, err)
 	var consumers, routes strings.Builder
 	for _, p := range all {
@@ -61,25 +45,6 @@ func supervised(t *testing.T, global string, others []consumer, all ...started) 
 	}
 	s := start(t, layout{Total: "12GiB", Global: global + "\n" + consumers.String(), Consumers: others, Routes: routes.String()})
 	return s
-}
-
-// portRange is a range of ports that no other test of this process has.
-func portRange(t *testing.T) string {
-	t.Helper()
-	const count = 4
-	for {
-		var got []int
-		for range count {
-			_, port, err := net.SplitHostPort(freeAddr(t))
-			require.NoError(t, err)
-			n, err := strconv.Atoi(port)
-			require.NoError(t, err)
-			got = append(got, n)
-		}
-		if got[count-1]-got[0] == count-1 { // else others were given out meanwhile
-			return fmt.Sprintf("%d-%d", got[0], got[count-1])
-		}
-	}
 }
 
 func (s *site) process(name string) lifecycle.State {
@@ -348,7 +313,7 @@ func TestServerThatStopsAnsweringIsStoppedAndStarted(t *testing.T) {
 // TestAlone_ColdStart bounds what the broker adds to a server's own start (D4).
 func TestAlone_ColdStart(t *testing.T) {
 	const tries, bound = 11, 30 * time.Millisecond
-	bin, err := modelserverBin()
+	bin, err := caddytest.Modelserver()
 	require.NoError(t, err)
 	s := supervised(t, "", nil, started{name: "one", vram: "1GiB"})
 	var own, all []time.Duration

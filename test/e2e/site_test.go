@@ -3,10 +3,8 @@
 package e2e
 
 import (
-	"bytes"
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -16,8 +14,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -28,29 +24,20 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu/simulated"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 )
 
 // patience bounds every wait of these tests: past it something hangs.
 const patience = 30 * time.Second
 
-// caddy builds the binary once for all tests; $GPU_BROKER_CADDY names one that is built already.
-var caddy = sync.OnceValues(func() (string, error) {
-	if path := os.Getenv("GPU_BROKER_CADDY"); path != "" {
-		return path, nil
-	}
-	path := filepath.Join(os.TempDir(), fmt.Sprintf("gpu-broker-e2e-%d", os.Getpid()), "caddy")
-	out, err := exec.Command("go", "build", "-o", path, "github.com/gpu-broker/caddy-gpu-broker/cmd/caddy").CombinedOutput()
-	if err != nil {
-		return "", fmt.Errorf("building caddy: %w\n%s", err, out)
-	}
-	return path, nil
-})
+// What all tests of a real Caddy share.
+var (
+	caddy     = caddytest.Binary
+	freeAddr  = caddytest.FreeAddr
+	portRange = caddytest.PortRange
+)
 
-func TestMain(m *testing.M) {
-	code := m.Run()
-	_ = os.RemoveAll(filepath.Join(os.TempDir(), fmt.Sprintf("gpu-broker-e2e-%d", os.Getpid())))
-	os.Exit(code)
-}
+func TestMain(m *testing.M) { caddytest.Exit(m.Run()) }
 
 // consumer is one model server of a site.
 type consumer struct {
@@ -220,13 +207,7 @@ func (s *site) write(caddyfile string) {
 func (s *site) newClient() *http.Client {
 	tr := &http.Transport{MaxIdleConnsPerHost: 64}
 	if s.layout.HTTPS {
-		root := filepath.Join(s.dir, "data", "caddy", "pki", "authorities", "local", "root.crt")
-		pool := x509.NewCertPool()
-		s.until("Caddy has made its local CA", func() bool {
-			pem, err := os.ReadFile(root)
-			return err == nil && pool.AppendCertsFromPEM(pem)
-		})
-		tr.TLSClientConfig = &tls.Config{RootCAs: pool}
+		tr.TLSClientConfig = &tls.Config{RootCAs: caddytest.CA(s.t, s.dir)}
 		tr.ForceAttemptHTTP2 = true
 	}
 	s.t.Cleanup(tr.CloseIdleConnections)
@@ -243,37 +224,7 @@ func (s *site) stop() {
 		_ = s.cmd.Process.Kill()
 		s.t.Errorf("caddy did not stop")
 	}
-	log, _ := os.ReadFile(filepath.Join(s.dir, "caddy.log"))
-	for _, bad := range []string{"panic:", `"msg":"bug"`} {
-		if at := bytes.Index(log, []byte(bad)); at >= 0 {
-			s.t.Errorf("caddy's log says %s:\n%s", bad, log[at:min(len(log), at+8000)])
-		}
-	}
-	for _, race := range races(log) {
-		s.t.Errorf("caddy raced:\n%s", race)
-	}
-	if s.t.Failed() {
-		var ours []string
-		for line := range strings.Lines(string(log)) {
-			if strings.Contains(line, "gpu_broker") || !strings.Contains(line, `"level":"info"`) {
-				ours = append(ours, line)
-			}
-		}
-		s.t.Logf("caddy's log:\n%s", strings.Join(ours[max(0, len(ours)-100):], ""))
-	}
-}
-
-// races are the data races in a log of a Caddy that was built with the race
-// detector, but for one of Caddy's own (2.11.9): a reverse_proxy with
-// stream_close_delay notes its timer when it is cleaned up, while a request of
-// the earlier configuration copies the handler, whose methods have value receivers.
-func races(log []byte) (found []string) {
-	for _, block := range strings.Split(string(log), "==================") {
-		if strings.Contains(block, "DATA RACE") && !strings.Contains(block, "reverseproxy.(*Handler).cleanupConnections()") {
-			found = append(found, block)
-		}
-	}
-	return found
+	caddytest.CheckLog(s.t, filepath.Join(s.dir, "caddy.log"))
 }
 
 // overBothVersions runs a test over HTTP/1.1 and over HTTP/2.
@@ -452,23 +403,6 @@ func (s *site) outsider(name string, amount gpu.Bytes) {
 	require.NoError(s.t, err)
 	s.t.Cleanup(func() { _ = h.Close() })
 	require.NoError(s.t, h.Set(0, amount))
-}
-
-// ports are handed out once, and from below those that the system gives to
-// sockets by itself: Caddy shares a port with whoever else has it, and a test would speak to another's site.
-var ports atomic.Int64
-
-func freeAddr(t testing.TB) string {
-	const first, count = 10_000, 20_000
-	for range count {
-		addr := fmt.Sprintf("127.0.0.1:%d", first+(int64(os.Getpid())*37+ports.Add(1))%count)
-		if l, err := net.Listen("tcp", addr); err == nil {
-			require.NoError(t, l.Close())
-			return addr
-		}
-	}
-	t.Fatal("no free port")
-	return ""
 }
 
 // gib makes amounts of memory readable.

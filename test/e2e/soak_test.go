@@ -19,6 +19,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu/simulated"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 )
 
 // soak is a storm over one site: dozens of clients, reloads, dying servers, and
@@ -113,7 +114,7 @@ func newSoak(t *testing.T, seed int64, hard context.Context) *soak {
 	sky, err := modelserver.Start(modelserver.Options{Name: "sky", SimDir: t.TempDir(), Total: gib(1), VRAM: gib(0.5), Preloaded: true, RunTime: 20 * time.Millisecond})
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = sky.Close() })
-	bin, err := modelserverBin()
+	bin, err := caddytest.Modelserver()
 	require.NoError(t, err)
 	scripts := t.TempDir()
 	require.NoError(t, soakScripts(scripts, bin))

@@ -19,6 +19,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/presets"
+	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 )
 
 const gib = gpu.GiB
@@ -65,9 +66,8 @@ func TestHomelab(t *testing.T) {
 	s.program("WHISPER_SERVER", "whispercpp", []string{"-m", "--inference-path /v1/audio/transcriptions"}, map[string][2]string{"ggml-large": {"whisper", "3GiB"}})
 	page := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = fmt.Fprint(w, "Open WebUI") }))
 	t.Cleanup(page.Close)
-	s.env["WEBUI"] = page.Listener.Addr().String()
-	local := "http://" + freeAddr(t)
-	s.env["LOCAL"] = local
+	local := "http://" + caddytest.FreeAddr(t)
+	s.Env = append(s.Env, "WEBUI="+page.Listener.Addr().String(), "LOCAL="+local)
 	s.start("homelab")
 
 	var form bytes.Buffer
@@ -81,30 +81,30 @@ func TestHomelab(t *testing.T) {
 	draw := func() {
 		s.json("comfyui", "/comfy/prompt", `{"prompt":{"1":{"class_type":"KSampler","inputs":{}}}}`)
 	}
-	pinned := func() { require.Equal(t, "READY", states(s.status())["ollama/qwen3:0.6b"]) }
+	pinned := func() { require.Equal(t, "READY", states(s.Status())["ollama/qwen3:0.6b"]) }
 
 	s.json("ollama", "/v1/chat/completions", chat("llama3.1:8b"))
 	s.ask("ollama", local+"/ollama/api/chat", "application/json", `{"model":"qwen3:0.6b","stream":false,"messages":[{"role":"user","content":"a title"}]}`)
 	hear()
 	s.json("kokoro", "/v1/audio/speech", `{"model":"kokoro","input":"hello","voice":"af_bella"}`)
-	now := states(s.status())
+	now := states(s.Status())
 	require.Equal(t, "READY", now["ollama/llama3.1:8b"], "12.7 GiB fit together")
 	require.Equal(t, "READY", now["whisper"])
-	require.Zero(t, s.status().Scheduler.Evictions)
+	require.Zero(t, s.Status().Scheduler.Evictions)
 
 	draw()
-	require.Equal(t, "IDLE", states(s.status())["ollama/llama3.1:8b"])
-	require.False(t, s.status().Consumers["whisper"].Process.Running)
+	require.Equal(t, "IDLE", states(s.Status())["ollama/llama3.1:8b"])
+	require.False(t, s.Status().Consumers["whisper"].Process.Running)
 	pinned()
 	s.json("ollama", "/v1/chat/completions", chat("gemma3:12b")) // nobody has named it
 	hear()
 	draw()
 	s.json("ollama", "/ollama/api/chat", `{"model":"llama3.1:8b","stream":false,"messages":[{"role":"user","content":"hello"}]}`)
 	pinned()
-	require.Equal(t, 2, s.status().Consumers["whisper"].Process.Starts)
+	require.Equal(t, 2, s.Status().Consumers["whisper"].Process.Starts)
 	s.well()
 
-	resp, err := s.client.Get(s.url + "/")
+	resp, err := s.Client.Get(s.url + "/")
 	require.NoError(t, err)
 	defer resp.Body.Close()
 	require.Equal(t, http.StatusOK, resp.StatusCode)
@@ -120,12 +120,12 @@ func TestCoding(t *testing.T) {
 	s.json("embedder", "/v1/embeddings", `{"model":"text-embedding-3-small","input":["hello"]}`)
 	s.json("coder", "/v1/chat/completions", chat("coder"))
 	s.json("quick", "/infill", `{"input_prefix":"func main() {","input_suffix":"}"}`)
-	require.Zero(t, s.status().Scheduler.Evictions, "14.5 GiB fit together")
+	require.Zero(t, s.Status().Scheduler.Evictions, "14.5 GiB fit together")
 	s.json("chat", "/v1/chat/completions", chat("gpt-4o-mini"))
-	require.Equal(t, map[string]string{"embedder": "READY", "coder": "IDLE", "quick": "READY", "chat": "READY"}, states(s.status()))
+	require.Equal(t, map[string]string{"embedder": "READY", "coder": "IDLE", "quick": "READY", "chat": "READY"}, states(s.Status()))
 	s.json("coder", "/v1/chat/completions", chat("gpt-4o"))
 	s.json("embedder", "/v1/embeddings", `{"model":"embedder","input":["hello"]}`)
-	st := s.status()
+	st := s.Status()
 	require.EqualValues(t, 2, st.Scheduler.Evictions)
 	require.Equal(t, 2, st.Consumers["coder"].Process.Starts)
 	require.Equal(t, 1, st.Consumers["embedder"].Process.Starts, "it is pinned")
@@ -142,7 +142,7 @@ func TestVLLMsSleepInTurn(t *testing.T) {
 		s.json("qwen", "/v1/completions", `{"model":"Qwen/Qwen3-8B","prompt":"hello"}`)
 		s.json("mistral", "/v1/completions", `{"model":"mistralai/Mistral-7B-Instruct-v0.3","prompt":"hello"}`)
 	}
-	st := s.status()
+	st := s.Status()
 	require.EqualValues(t, 3, st.Scheduler.Evictions)
 	for _, name := range []string{"qwen", "mistral"} {
 		require.Equal(t, 1, st.Consumers[name].Process.Starts, "%s sleeps and is not stopped", name)

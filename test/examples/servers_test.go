@@ -18,6 +18,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/presets"
+	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 )
 
 var curlLine = regexp.MustCompile(`(?m)^#\t(curl .*)$`)
@@ -26,8 +27,8 @@ var curlLine = regexp.MustCompile(`(?m)^#\t(curl .*)$`)
 // of units and containers are processes here. Each must answer the line that stands in its head.
 func TestEveryServersExampleAnswersItsOwnCurl(t *testing.T) {
 	s := prepare(t, 160*gib)
-	s.env["TABBY_ADMIN_KEY"], s.env["TABBY_API_KEY"] = "none", "none"
-	s.broker = "http://" + s.env["ADMIN"] + "/gpu_broker"
+	s.Env = append(s.Env, "TABBY_ADMIN_KEY=none", "TABBY_API_KEY=none")
+	s.Broker = "http://" + s.admin + "/gpu_broker"
 	app := object{"gpu": object{"driver": "simulated", "totals": []any{int64(s.total)}}, "hold": 0, "probe_interval": "200ms"}
 	servers := object{}
 	var consumers []any
@@ -40,17 +41,17 @@ func TestEveryServersExampleAnswersItsOwnCurl(t *testing.T) {
 		s.pretend(name, c)
 		consumers = append(consumers, c)
 		server := apps["http"].(object)["servers"].(object)["srv0"].(object)
-		addrs[name] = freeAddr(t)
+		addrs[name] = caddytest.FreeAddr(t)
 		server["listen"] = []any{addrs[name]}
 		server["automatic_https"] = object{"disable": true}
 		servers[name] = server
 	}
 	app["consumers"] = consumers
-	s.run(object{"admin": object{"listen": s.env["ADMIN"]}, "apps": object{"gpu_broker": app, "http": object{"servers": servers}}})
+	s.run(object{"admin": object{"listen": s.admin}, "apps": object{"gpu_broker": app, "http": object{"servers": servers}}})
 
 	for _, file := range []string{"speech.wav", "workflow_api.json", "batch.json", "request.json"} {
 		text := `{"prompt":{"1":{"class_type":"KSampler","inputs":{}}},"batch":{"graph":{"nodes":{}},"runs":1},"inputs":[]}`
-		require.NoError(t, os.WriteFile(filepath.Join(s.dir, file), []byte(text), 0o600))
+		require.NoError(t, os.WriteFile(filepath.Join(s.Dir, file), []byte(text), 0o600))
 	}
 	for _, name := range presets.Names() {
 		t.Run(name, func(t *testing.T) { s.curl(t, name, addrs[name]) })
@@ -82,11 +83,11 @@ func (s *site) pretend(name string, c object) {
 		c["upstream"] = s.servers[o.Name].Addr()
 		return
 	}
-	bin, err := pretender()
+	bin, err := caddytest.Modelserver()
 	require.NoError(t, err)
 	delete(c, "upstream")
 	command := fmt.Sprintf("%s -name %s -manner %s -preloaded=true -vram %d -total %d -sim-dir %s -load 20ms -run 5ms -addr 127.0.0.1:{gpu_broker.port}",
-		bin, name, name, is.VRAM, s.total, s.sim)
+		bin, name, name, is.VRAM, s.total, s.Sim)
 	started := object{"protocol": "process", "command": strings.Fields(command)}
 	if l["server"] != nil { // null would take the preset's away
 		started["server"] = l["server"]
@@ -103,10 +104,10 @@ func (s *site) curl(t *testing.T, name, addr string) {
 	_, port, _ := strings.Cut(addr, ":")
 	line := strings.Replace(found[1], "localhost:9080", "localhost:"+port, 1) + " -sS --max-time 30 -D head.txt"
 	cmd := exec.Command("sh", "-c", line)
-	cmd.Dir, cmd.Env = s.dir, s.environ()
+	cmd.Dir, cmd.Env = s.Dir, s.Environ()
 	out, err := cmd.CombinedOutput()
 	require.NoError(t, err, "%s\n%s", line, out)
-	head, err := os.ReadFile(filepath.Join(s.dir, "head.txt"))
+	head, err := os.ReadFile(filepath.Join(s.Dir, "head.txt"))
 	require.NoError(t, err)
 	require.Regexp(t, `(?m)^HTTP/1.1 20\d `, string(head), "%s\n%s", line, out)
 	require.Contains(t, strings.ToLower(string(head)), "\nx-gpu-broker-consumer: "+name+"\r", "%s is no GPU work", line)

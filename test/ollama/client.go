@@ -17,6 +17,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/test/scripts"
 )
 
 // A Client runs client/chat.mjs, a chat through OpenAI's Node SDK.
@@ -27,7 +29,7 @@ type Client struct {
 // NewClient installs the SDK if it is not cached.
 func NewClient(t testing.TB) *Client {
 	t.Helper()
-	return &Client{folder: runScript(t, "setup.sh")}
+	return &Client{folder: scripts.Run(t, "test/ollama/setup.sh")}
 }
 
 // A Chat is what to ask and how.

@@ -26,6 +26,7 @@ import (
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/internal/tinygguf"
+	"github.com/gpu-broker/caddy-gpu-broker/test/scripts"
 )
 
 // The models that every [Server] has. /api/ps lists them with ":latest" behind the name.
@@ -70,7 +71,7 @@ type Model struct {
 func Start(t testing.TB, environment ...string) *Server {
 	t.Helper()
 	s := &Server{
-		binary: runScript(t, "build.sh"),
+		binary: scripts.Run(t, "test/ollama/build.sh"),
 		folder: t.TempDir(),
 		client: &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
 		exited: make(chan struct{}),

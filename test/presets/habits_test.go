@@ -85,7 +85,7 @@ func TestASleepingServerIsNotWokenByProbes(t *testing.T) {
 		s.ask(k.ask("")).good(t, "the first request")
 		require.Equal(t, "READY", s.slot("").State)
 		require.NoError(t, s.server.Unload(bound(t)))
-		s.until("the broker sees that it sleeps", func() bool { return s.slot("").State == "IDLE" })
+		s.Until("the broker sees that it sleeps", func() bool { return s.slot("").State == "IDLE" })
 		health := s.server.Stats().Requests["/health"]
 		require.NoError(t, s.server.WaitFor(bound(t), func(st modelserver.Stats) bool { return st.Requests["/health"] >= health+3 }))
 		require.Equal(t, 403, s.ask(ask{method: "GET", path: "/slots"}).status, "this would wake it")
@@ -126,7 +126,7 @@ func TestProbesNeitherGenerateNorLoad(t *testing.T) {
 			require.Equal(t, worked, st.Worked)
 			require.Zero(t, st.Held-min(st.Held, rest), "it is not loaded")
 			require.Zero(t, st.Deaths)
-			require.Equal(t, "healthy", s.status().Consumers["server"].Health)
+			require.Equal(t, "healthy", s.Status().Consumers["server"].Health)
 		})
 	}
 }
@@ -156,7 +156,7 @@ func TestWhatIsNotLoadedAnyMoreIsUnloadedWithSuccess(t *testing.T) {
 		s.await("the rival's", s.sendRival())
 		require.Equal(t, 1, s.server.Stats().UnloadCalls)
 		require.Empty(t, s.failures())
-		require.EqualValues(t, 1, s.status().Scheduler.Evictions)
+		require.EqualValues(t, 1, s.Status().Scheduler.Evictions)
 		s.ask(k.ask(k.first())).good(t, "a request once the rival is done")
 		k.unharmed(t, s)
 	})
@@ -206,15 +206,15 @@ func TestAServerThatTheBrokerStartsIsUnloadedByItsRouteWhileItLives(t *testing.T
 		l.process = true
 		s := start(t, l)
 		s.ask(k.ask("")).good(t, "the first request")
-		pid := s.status().Consumers["server"].Process.PID
+		pid := s.Status().Consumers["server"].Process.PID
 		s.await("the rival's", s.sendRival())
-		require.Equal(t, pid, s.status().Consumers["server"].Process.PID)
+		require.Equal(t, pid, s.Status().Consumers["server"].Process.PID)
 		require.Equal(t, "IDLE", s.slot("").State)
 		st := s.pretending().stats()
 		require.Equal(t, 1, st.UnloadCalls)
 		require.False(t, st.Loaded)
 		s.ask(k.ask("")).good(t, "a request once the rival is done")
-		require.Equal(t, 1, s.status().Consumers["server"].Process.Starts)
+		require.Equal(t, 1, s.Status().Consumers["server"].Process.Starts)
 		k.unharmed(t, s)
 	})
 }
@@ -239,7 +239,7 @@ func TestSpeachesThatIsBusyPastTheBrokerIsTakenAtItsMemorysWord(t *testing.T) {
 		s.await("what went past the broker", past)
 
 		require.NoError(t, s.server.WaitFor(bound(t), func(st modelserver.Stats) bool { return st.Held == 0 }), "its TTL is over")
-		s.until("the broker sees that its memory is back", func() bool { return s.slot(k.first()).Residue == 0 })
+		s.Until("the broker sees that its memory is back", func() bool { return s.slot(k.first()).Residue == 0 })
 		s.await("the rival's", s.sendRival())
 		for _, server := range []*modelserver.Server{s.server, s.rival} {
 			require.Zero(t, server.Stats().Aborted)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/presets"
+	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 )
 
 // remote is a pretending server that runs as a process of its own, spoken to by its /control.
@@ -26,7 +27,7 @@ func (s *site) pretending() remote {
 	if s.server != nil {
 		return remote{s, s.server.Addr()}
 	}
-	p := s.status().Consumers["server"].Process
+	p := s.Status().Consumers["server"].Process
 	require.NotNil(s.t, p)
 	require.NotEmpty(s.t, p.Address)
 	return remote{s, p.Address}
@@ -54,7 +55,7 @@ func (r remote) stats() modelserver.Stats {
 // works waits until so many pieces of work run or wait at the server.
 func (r remote) works() {
 	r.s.t.Helper()
-	r.s.until("the server works", func() bool { return r.stats().Working > 0 })
+	r.s.Until("the server works", func() bool { return r.stats().Working > 0 })
 }
 
 // TestEveryPresetServesAndMakesWay drives each server once round: it is probed, loads, serves, finishes what runs
@@ -77,7 +78,7 @@ func TestEveryPresetServesAndMakesWay(t *testing.T) {
 }
 
 func (k *known) circle(t *testing.T, s *site) {
-	several := s.server != nil && len(s.status().Consumers["server"].Slots) > 1
+	several := s.server != nil && len(s.Status().Consumers["server"].Slots) > 1
 	slot := "" // of the model that is worked with
 	if several {
 		slot = k.first()
@@ -94,11 +95,11 @@ func (k *known) circle(t *testing.T, s *site) {
 		require.LessOrEqual(t, s.server.Stats().Held, rest, "its memory is back")
 		require.Equal(t, "IDLE", s.slot(slot).State)
 	} else {
-		require.False(t, s.status().Consumers["server"].Process.Running)
+		require.False(t, s.Status().Consumers["server"].Process.Running)
 	}
 
-	s.until("the card holds little more than the rival", func() bool {
-		used := s.status().GPUs[0].Used
+	s.Until("the card holds little more than the rival", func() bool {
+		used := s.Status().GPUs[0].Used
 		return used >= int64(model) && used <= int64(model+rest)
 	})
 
@@ -115,10 +116,10 @@ func (k *known) circle(t *testing.T, s *site) {
 func (k *known) probes(t *testing.T, s *site) {
 	t.Helper()
 	if s.server == nil {
-		require.False(t, s.status().Consumers["server"].Process.Running, "a probe starts nothing")
+		require.False(t, s.Status().Consumers["server"].Process.Running, "a probe starts nothing")
 		return
 	}
-	require.Equal(t, "healthy", s.status().Consumers["server"].Health)
+	require.Equal(t, "healthy", s.Status().Consumers["server"].Health)
 	require.NoError(t, s.server.WaitFor(bound(t), func(st modelserver.Stats) bool { return st.Requests[bare(k.routes.Health.Path)] >= 3 }))
 	if r := k.routes.Residency; r != nil {
 		require.NoError(t, s.server.WaitFor(bound(t), func(st modelserver.Stats) bool { return st.Requests[bare(r.Path)] >= 3 }))
@@ -178,7 +179,7 @@ func (s *site) drains(k *known, slot string) {
 		s.await("the answer that comes before its work is done", long)
 	}
 	waits := s.sendRival()
-	s.until("the server drains for its rival", func() bool { return s.slot(slot).Gate == "closed" })
+	s.Until("the server drains for its rival", func() bool { return s.slot(slot).Gate == "closed" })
 	st := server.stats()
 	require.Equal(s.t, 1, st.Working)
 	require.Equal(s.t, before.UnloadCalls, st.UnloadCalls, "it was not asked while it works")
@@ -197,7 +198,7 @@ func (s *site) drains(k *known, slot string) {
 func (k *known) swaps(t *testing.T, s *site) {
 	t.Helper()
 	s.ask(k.ask(two)).good(t, "a request for its second model")
-	s.until("the second is loaded in place of the first", func() bool {
+	s.Until("the second is loaded in place of the first", func() bool {
 		loaded := map[string]string{}
 		for _, m := range s.server.Report(false).Models {
 			loaded[m.Name] = m.State
@@ -213,7 +214,7 @@ func (k *known) swaps(t *testing.T, s *site) {
 func (s *site) settled(k *known) {
 	s.t.Helper()
 	if k.async() {
-		s.until("its work is done", func() bool { return s.status().Consumers["server"].Active == 0 })
+		s.Until("its work is done", func() bool { return s.Status().Consumers["server"].Active == 0 })
 	}
 }
 
@@ -236,12 +237,12 @@ func (k *known) unharmed(t *testing.T, s *site) {
 		assert.LessOrEqual(t, st.Held, model)
 	}
 	assert.Empty(t, modelserver.Overlap(servers...))
-	assert.Zero(t, s.status().Scheduler.UnloadFailures)
-	s.until("all memory is known to be theirs", func() bool { return s.status().GPUs[0].Outsiders == 0 })
+	assert.Zero(t, s.Status().Scheduler.UnloadFailures)
+	s.Until("all memory is known to be theirs", func() bool { return s.Status().GPUs[0].Outsiders == 0 })
 }
 
 func bound(t *testing.T) context.Context {
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithTimeout(t.Context(), caddytest.Patience)
 	t.Cleanup(cancel)
 	return ctx
 }

@@ -1,19 +1,11 @@
 package presets_test
 
 import (
-	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
-	"os"
-	"os/exec"
-	"path/filepath"
 	"strings"
-	"sync"
-	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
@@ -22,39 +14,10 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 )
 
-// patience bounds every wait of these tests: past it something hangs.
-const patience = 30 * time.Second
-
-// builtDir is the folder of what the tests have built.
-var builtDir = filepath.Join(os.TempDir(), fmt.Sprintf("gpu-broker-presets-%d", os.Getpid()))
-
-func TestMain(m *testing.M) {
-	code := m.Run()
-	_ = os.RemoveAll(builtDir)
-	os.Exit(code)
-}
-
-func built(name string) (string, error) {
-	path := filepath.Join(builtDir, name)
-	out, err := exec.Command("go", "build", "-o", path, "github.com/gpu-broker/caddy-gpu-broker/cmd/"+name).CombinedOutput()
-	if err != nil {
-		return "", fmt.Errorf("building %s: %w\n%s", name, err, out)
-	}
-	return path, nil
-}
-
-// caddy builds the binary once for all tests; $GPU_BROKER_CADDY names one that is built already.
-var caddy = sync.OnceValues(func() (string, error) {
-	if path := os.Getenv("GPU_BROKER_CADDY"); path != "" {
-		return path, nil
-	}
-	return built("caddy")
-})
-
-// pretender builds the pretending server, as a program that the broker can start.
-var pretender = sync.OnceValues(func() (string, error) { return built("modelserver") })
+func TestMain(m *testing.M) { caddytest.Exit(m.Run()) }
 
 // The card holds one of its two consumers' models, and no second.
 const (
@@ -73,32 +36,21 @@ type layout struct {
 
 // site is a running Caddy with a server and its rival for the card.
 type site struct {
+	*caddytest.Caddy
 	t      *testing.T
 	url    string
-	dir    string
-	sim    string
-	cmd    *exec.Cmd
 	server *modelserver.Server // nil if the broker starts it
 	rival  *modelserver.Server
-	client *http.Client
 }
 
 // start runs a site until the test ends.
 func start(t *testing.T, l layout) *site {
 	t.Helper()
-	bin, err := caddy()
-	require.NoError(t, err)
-	s := &site{t: t, dir: t.TempDir()}
-	s.sim = filepath.Join(s.dir, "gpu")
-	require.NoError(t, os.Mkdir(s.sim, 0o755))
-
+	s := &site{Caddy: caddytest.New(t, t.TempDir()), t: t, url: "http://" + caddytest.FreeAddr(t)}
+	s.Broker = s.url + "/gpu"
 	run := func(o modelserver.Options) *modelserver.Server {
-		o.SimDir, o.Total = s.sim, card
-		o.LoadTime, o.UnloadTime, o.RunTime = 20*time.Millisecond, 10*time.Millisecond, 5*time.Millisecond
-		server, err := modelserver.Start(o)
-		require.NoError(t, err)
-		t.Cleanup(func() { require.NoError(t, server.Close()) })
-		return server
+		o.Total, o.LoadTime, o.UnloadTime, o.RunTime = card, 20*time.Millisecond, 10*time.Millisecond, 5*time.Millisecond
+		return s.Pretend(o)
 	}
 	s.rival = run(modelserver.Options{Name: "rival", VRAM: model})
 	lines := l.lines
@@ -109,8 +61,7 @@ func start(t *testing.T, l layout) *site {
 		s.server = run(l.options)
 		lines += "\nupstream " + s.server.Addr()
 	}
-	port := fmt.Sprint(freePort(t))
-	text := fmt.Sprintf(`{
+	s.Run("Caddyfile", fmt.Sprintf(`{
 	admin off
 	gpu_broker {
 		gpu simulated %d {
@@ -131,7 +82,7 @@ func start(t *testing.T, l layout) *site {
 		}
 	}
 }
-http://127.0.0.1:%s {
+%s {
 	handle_path /server/* {
 		gpu_broker server
 		reverse_proxy {http.gpu_broker.upstream}
@@ -144,37 +95,7 @@ http://127.0.0.1:%s {
 		gpu_broker_status
 	}
 }
-`, card, s.sim, settings(l.global), lines, s.rival.Addr(), model, port)
-	require.NoError(t, os.WriteFile(filepath.Join(s.dir, "Caddyfile"), []byte(text), 0o600))
-	s.url = "http://127.0.0.1:" + port
-
-	log, err := os.Create(filepath.Join(s.dir, "caddy.log"))
-	require.NoError(t, err)
-	defer log.Close()
-	s.cmd = exec.Command(bin, "run", "--config", filepath.Join(s.dir, "Caddyfile"), "--adapter", "caddyfile")
-	s.cmd.Env = append(os.Environ(), "HOME="+s.dir, "XDG_DATA_HOME="+filepath.Join(s.dir, "data"), "XDG_CONFIG_HOME="+filepath.Join(s.dir, "config"))
-	s.cmd.Stdout, s.cmd.Stderr = log, log
-	require.NoError(t, s.cmd.Start())
-	t.Cleanup(s.stop)
-	s.client = &http.Client{Transport: &http.Transport{}, Timeout: patience}
-	t.Cleanup(s.client.CloseIdleConnections)
-	s.until("both servers were probed and the GPU is seen", func() bool {
-		resp, err := s.client.Get(s.url + "/gpu/status")
-		if err != nil {
-			return false
-		}
-		defer resp.Body.Close()
-		var st broker.Status
-		if json.NewDecoder(resp.Body).Decode(&st) != nil || len(st.GPUs) == 0 {
-			return false
-		}
-		for _, c := range st.Consumers {
-			if c.Health == "unknown" {
-				return false
-			}
-		}
-		return true
-	})
+`, card, s.Sim, settings(l.global), lines, s.rival.Addr(), model, s.url))
 	return s
 }
 
@@ -191,49 +112,10 @@ func settings(own string) string {
 
 // process is the line by which the broker starts the server.
 func (s *site) process(o modelserver.Options) string {
-	bin, err := pretender()
+	bin, err := caddytest.Modelserver()
 	require.NoError(s.t, err)
 	return fmt.Sprintf("\nprocess %s -name server -manner %s -vram %d -addr 127.0.0.1:{gpu_broker.port} -sim-dir %s -total %d -load 20ms -unload 10ms -run 5ms {\nports %s\ngrace 2s\n}",
-		bin, o.Manner, model, s.sim, card, portRange(s.t))
-}
-
-func (s *site) stop() {
-	_ = s.cmd.Process.Signal(syscall.SIGTERM)
-	done := make(chan struct{})
-	go func() { _ = s.cmd.Wait(); close(done) }()
-	select {
-	case <-done:
-	case <-time.After(patience):
-		_ = s.cmd.Process.Kill()
-		s.t.Errorf("caddy did not stop")
-	}
-	log, _ := os.ReadFile(filepath.Join(s.dir, "caddy.log"))
-	for _, bad := range []string{"panic:", `"msg":"bug"`, "DATA RACE"} {
-		if at := bytes.Index(log, []byte(bad)); at >= 0 {
-			s.t.Errorf("caddy's log says %s:\n%s", bad, log[at:min(len(log), at+8000)])
-		}
-	}
-	if s.t.Failed() {
-		var ours []string
-		for line := range strings.Lines(string(log)) {
-			if strings.Contains(line, "gpu_broker") || !strings.Contains(line, `"level":"info"`) {
-				ours = append(ours, line)
-			}
-		}
-		s.t.Logf("caddy's log:\n%s", strings.Join(ours[max(0, len(ours)-60):], ""))
-	}
-}
-
-// until polls a condition that has no signal of its own.
-func (s *site) until(what string, cond func() bool) {
-	s.t.Helper()
-	deadline := time.Now().Add(patience)
-	for !cond() {
-		if time.Now().After(deadline) {
-			s.t.Fatalf("waited %s in vain until %s", patience, what)
-		}
-		time.Sleep(5 * time.Millisecond)
-	}
+		bin, o.Manner, model, s.Sim, card, caddytest.PortRange(s.t))
 }
 
 // answer is what a request got.
@@ -252,7 +134,7 @@ func (s *site) to(base string, a ask) answer {
 	if a.body != "" {
 		req.Header.Set("Content-Type", a.kind)
 	}
-	resp, err := s.client.Do(req)
+	resp, err := s.Client.Do(req)
 	if err != nil {
 		return answer{err: err}
 	}
@@ -281,7 +163,7 @@ func (s *site) await(what string, ch <-chan answer) answer {
 	case a := <-ch:
 		a.good(s.t, what)
 		return a
-	case <-time.After(patience):
+	case <-time.After(caddytest.Patience):
 		s.t.Fatalf("%s: no answer", what)
 		return answer{}
 	}
@@ -294,18 +176,10 @@ func (a answer) good(t *testing.T, what string) {
 	require.Contains(t, []int{200, 201, 202}, a.status, "%s: %.500s", what, a.body)
 }
 
-func (s *site) status() (st broker.Status) {
-	s.t.Helper()
-	a := s.to(s.url, ask{method: "GET", path: "/gpu/status"})
-	require.NoError(s.t, a.err)
-	require.NoError(s.t, json.Unmarshal(a.body, &st))
-	return st
-}
-
 // slot is the slot of the server, or of one of its models.
 func (s *site) slot(model string) broker.Slot {
 	s.t.Helper()
-	for _, slot := range s.status().Consumers["server"].Slots {
+	for _, slot := range s.Status().Consumers["server"].Slots {
 		if slot.Model == model {
 			return slot
 		}
@@ -330,29 +204,4 @@ func (s *site) failures() (found []string) {
 		}
 	}
 	return found
-}
-
-// ports are handed out once, and from below those that the system gives to sockets by itself.
-var ports atomic.Int64
-
-func freePort(t *testing.T) int {
-	const first, count = 10_000, 20_000
-	for range count {
-		port := first + int(int64(os.Getpid())*53+ports.Add(1))%count
-		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
-			require.NoError(t, l.Close())
-			return port
-		}
-	}
-	t.Fatal("no free port")
-	return 0
-}
-
-// portRange is a range of two ports that no other test of this process has.
-func portRange(t *testing.T) string {
-	for {
-		if first, second := freePort(t), freePort(t); second == first+1 {
-			return fmt.Sprintf("%d-%d", first, second)
-		}
-	}
 }

@@ -13,7 +13,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -22,11 +21,12 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strconv"
-	"strings"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/test/scripts"
 )
 
 const (
@@ -187,39 +187,5 @@ func FreePort(t testing.TB) int {
 // build runs a server's build.sh and gives the path of the binary.
 func build(t testing.TB, name string) string {
 	t.Helper()
-	script, err := findScript(filepath.Join("test", "real", name, "build.sh"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	command := exec.Command(script)
-	var said bytes.Buffer
-	command.Stderr = &said
-	output, err := command.Output()
-	if said.Len() > 0 {
-		t.Logf("%s:\n%s", script, said.Bytes())
-	}
-	if err != nil {
-		t.Fatalf("%s: %v", script, err)
-	}
-	return strings.TrimSpace(string(output))
-}
-
-// findScript looks in the test's folder and those above it, so that a test of any package of the
-// module may use it.
-func findScript(path string) (string, error) {
-	folder, err := os.Getwd()
-	if err != nil {
-		return "", err
-	}
-	for {
-		script := filepath.Join(folder, path)
-		if _, err := os.Stat(script); err == nil {
-			return script, nil
-		}
-		above := filepath.Dir(folder)
-		if above == folder {
-			return "", errors.New("no " + path + " here or above: run the test from within the module's tree")
-		}
-		folder = above
-	}
+	return scripts.Run(t, "test/real/"+name+"/build.sh")
 }

@@ -27,7 +27,7 @@ func newUnit(t *testing.T, c *onecard.Card, lines ...string) onCard {
 	t.Helper()
 	u := onCard{t: t, unit: fmt.Sprintf("card-%d.service", counted.Add(1))}
 	text := fmt.Sprintf("[Unit]\nDefaultDependencies=no\nStartLimitIntervalSec=0\n[Service]\nTimeoutStopSec=10\nExecStart=%s %s\n%s\n",
-		pretending, strings.Join(c.Command(), " "), strings.Join(lines, "\n"))
+		pretending, strings.Join(c.Args(), " "), strings.Join(lines, "\n"))
 	require.NoError(t, os.WriteFile(filepath.Join(system.units, u.unit), []byte(text), 0o644))
 	system.systemctl(t, "daemon-reload")
 	t.Cleanup(func() {

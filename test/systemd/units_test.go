@@ -5,7 +5,6 @@ package systemd_test
 import (
 	"context"
 	"fmt"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -22,6 +21,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	_ "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/systemd"
+	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 	"github.com/gpu-broker/caddy-gpu-broker/test/onecard"
 )
 
@@ -102,7 +102,7 @@ var counted atomic.Int64
 // newSite writes a unit whose server gets args, with further lines in its section [Service].
 func newSite(t *testing.T, in manager, args string, lines ...string) *site {
 	t.Helper()
-	s := &site{t: t, in: in, unit: fmt.Sprintf("mortal-%d.service", counted.Add(1)), address: freeAddress(t)}
+	s := &site{t: t, in: in, unit: fmt.Sprintf("mortal-%d.service", counted.Add(1)), address: caddytest.FreeAddr(t)}
 	text := fmt.Sprintf("[Unit]\nDefaultDependencies=no\nStartLimitIntervalSec=0\n[Service]\nTimeoutStopSec=10\nExecStart=%s -listen %s %s\n%s\n",
 		program, s.address, args, strings.Join(lines, "\n"))
 	require.NoError(t, os.WriteFile(filepath.Join(in.units, s.unit), []byte(text), 0o644))
@@ -168,12 +168,4 @@ func (s *site) death() string {
 		require.FailNow(s.t, "its death was not noticed")
 		return ""
 	}
-}
-
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer listener.Close()
-	return listener.Addr().String()
 }
