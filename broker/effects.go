@@ -123,7 +123,7 @@ func (b *Broker) load(ctx context.Context, cancel func(), sl *slot, driver lifec
 	err := driver.Load(ctx, t)
 	done := scheduler.LoadDone{Slot: e.Slot, Epoch: e.Epoch}
 	if err != nil {
-		done.Err, done.OutOfMemory = err.Error(), errors.Is(err, lifecycle.ErrOutOfMemory)
+		done.Err, done.OutOfMemory, done.Partly = err.Error(), errors.Is(err, lifecycle.ErrOutOfMemory), errors.Is(err, lifecycle.ErrPartly)
 	}
 	b.mu.Lock()
 	sl.loadEnded = time.Now()

@@ -221,7 +221,6 @@ func (l *lifecycle) httpWords() map[string]word {
 		},
 	}
 	s := newSaid(nil)
-	remember := false
 	for word, example := range map[string]string{"model_tag": "latest", "model_name": "NAME"} {
 		words[word] = func(d *caddyfile.Dispenser) error {
 			l.noteHTTP(d)
@@ -231,11 +230,14 @@ func (l *lifecycle) httpWords() map[string]word {
 			return err
 		}
 	}
-	words["remember"] = func(d *caddyfile.Dispenser) error {
-		l.noteHTTP(d)
-		err := flag(s, &remember)(d)
-		l.http["remember"] = remember
-		return err
+	for _, word := range []string{"remember", "require_full_gpu"} {
+		words[word] = func(d *caddyfile.Dispenser) error {
+			l.noteHTTP(d)
+			on, _ := l.http[word].(bool)
+			err := flag(s, &on)(d)
+			l.http[word] = on
+			return err
+		}
 	}
 	words["jobs"] = func(d *caddyfile.Dispenser) error {
 		l.noteHTTP(d)

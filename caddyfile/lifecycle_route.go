@@ -15,23 +15,25 @@ import (
 
 // lifecycleRoute is a request of the lifecycle http, in its JSON form.
 type lifecycleRoute struct {
-	Method        string         `json:"method,omitempty"`
-	Path          string         `json:"path,omitempty"`
-	Header        http.Header    `json:"header,omitempty"`
-	Body          string         `json:"body,omitempty"`
-	Accept        []int          `json:"accept,omitempty"`
-	Success       string         `json:"success,omitempty"`
-	UnloadedOn    []int          `json:"unloaded_on,omitempty"`
-	Timeout       caddy.Duration `json:"timeout,omitempty"`
-	Loaded        string         `json:"loaded,omitempty"`
-	ResidentMiB   string         `json:"resident_mib,omitempty"`
-	ResidentBytes string         `json:"resident_bytes,omitempty"`
-	Names         string         `json:"names,omitempty"`
-	SizesBytes    string         `json:"sizes_bytes,omitempty"`
-	SizesMiB      string         `json:"sizes_mib,omitempty"`
-	Busy          string         `json:"busy,omitempty"`
-	BusyMetrics   []string       `json:"busy_metrics,omitempty"`
-	ForEach       *forEach       `json:"for_each,omitempty"`
+	Method         string         `json:"method,omitempty"`
+	Path           string         `json:"path,omitempty"`
+	Header         http.Header    `json:"header,omitempty"`
+	Body           string         `json:"body,omitempty"`
+	Accept         []int          `json:"accept,omitempty"`
+	Success        string         `json:"success,omitempty"`
+	UnloadedOn     []int          `json:"unloaded_on,omitempty"`
+	Timeout        caddy.Duration `json:"timeout,omitempty"`
+	Loaded         string         `json:"loaded,omitempty"`
+	ResidentMiB    string         `json:"resident_mib,omitempty"`
+	ResidentBytes  string         `json:"resident_bytes,omitempty"`
+	Names          string         `json:"names,omitempty"`
+	SizesBytes     string         `json:"sizes_bytes,omitempty"`
+	SizesMiB       string         `json:"sizes_mib,omitempty"`
+	FullSizesBytes string         `json:"full_sizes_bytes,omitempty"`
+	FullSizesMiB   string         `json:"full_sizes_mib,omitempty"`
+	Busy           string         `json:"busy,omitempty"`
+	BusyMetrics    []string       `json:"busy_metrics,omitempty"`
+	ForEach        *forEach       `json:"for_each,omitempty"`
 }
 
 // forEach is a request whose answer lists the items that a route is called for.
@@ -63,20 +65,22 @@ func readRoute(d *caddyfile.Dispenser) (*lifecycleRoute, error) {
 			}
 			return readHeader(d, r.Header)
 		},
-		"body":           r.readBody,
-		"accept":         statuses(&r.Accept),
-		"unloaded_on":    statuses(&r.UnloadedOn),
-		"success":        single(s, &r.Success, "$.success", jsonPath),
-		"names":          single(s, &r.Names, "$.models[*].name", jsonPath),
-		"sizes_bytes":    single(s, &r.SizesBytes, "$.models[*].size", jsonPath),
-		"sizes_mib":      single(s, &r.SizesMiB, "$.models[*].mib", jsonPath),
-		"busy_metrics":   list(&r.BusyMetrics, "NAME ..."),
-		"timeout":        single(s, &r.Timeout, "5s", someDuration),
-		"loaded":         single(s, &r.Loaded, "$.loaded", jsonPath),
-		"resident_mib":   single(s, &r.ResidentMiB, "$.gpu_resident_mib", jsonPath),
-		"resident_bytes": single(s, &r.ResidentBytes, "$.size_vram", jsonPath),
-		"busy":           single(s, &r.Busy, "$.busy", jsonPath),
-		"for_each":       r.readForEach,
+		"body":             r.readBody,
+		"accept":           statuses(&r.Accept),
+		"unloaded_on":      statuses(&r.UnloadedOn),
+		"success":          single(s, &r.Success, "$.success", jsonPath),
+		"names":            single(s, &r.Names, "$.models[*].name", jsonPath),
+		"sizes_bytes":      single(s, &r.SizesBytes, "$.models[*].size", jsonPath),
+		"sizes_mib":        single(s, &r.SizesMiB, "$.models[*].mib", jsonPath),
+		"full_sizes_bytes": single(s, &r.FullSizesBytes, "$.models[*].size", jsonPath),
+		"full_sizes_mib":   single(s, &r.FullSizesMiB, "$.models[*].mib", jsonPath),
+		"busy_metrics":     list(&r.BusyMetrics, "NAME ..."),
+		"timeout":          single(s, &r.Timeout, "5s", someDuration),
+		"loaded":           single(s, &r.Loaded, "$.loaded", jsonPath),
+		"resident_mib":     single(s, &r.ResidentMiB, "$.gpu_resident_mib", jsonPath),
+		"resident_bytes":   single(s, &r.ResidentBytes, "$.size_vram", jsonPath),
+		"busy":             single(s, &r.Busy, "$.busy", jsonPath),
+		"for_each":         r.readForEach,
 	})
 }
 

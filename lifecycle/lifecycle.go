@@ -63,7 +63,11 @@ type Report struct {
 type Model struct {
 	Name     string
 	Resident gpu.Bytes // its GPU memory; -1 if the server does not say
+	Size     gpu.Bytes // all its memory, also what is not the GPU's; -1 if the server does not say
 }
+
+// Partly says whether some of the model is not on the GPU, as far as the server says.
+func (m Model) Partly() bool { return m.Resident >= 0 && m.Size > m.Resident }
 
 // Same says whether two names mean the same model to the server, whose names
 // without a tag mean the tag given; an empty tag is none.
@@ -82,6 +86,7 @@ func untagged(name, tag string) string {
 // Errors that the scheduler must tell apart. Drivers wrap them.
 var (
 	ErrOutOfMemory = errors.New("out of GPU memory")
+	ErrPartly      = errors.New("only partly on the GPU")
 	ErrRefused     = errors.New("connection refused")
 )
 
@@ -98,6 +103,8 @@ type Traits struct {
 	LoadModel   bool   // can load one
 	UnloadModel bool   // can unload one
 	Tag         string // what a name without a tag means, see Same
+
+	FullGPU bool // a load that puts only a part onto the GPU has failed
 
 	Starts bool // the server is started and stopped by the driver: one that does not run is no fault. Then it is a Supervisor.
 }
@@ -125,7 +132,8 @@ type Driver interface {
 	// Probe asks once for health and residency.
 	Probe(ctx context.Context) Report
 	// Load loads and returns once the server says that it is ready. The caller
-	// bounds it by ctx. It wraps ErrOutOfMemory if the server says so.
+	// bounds it by ctx. It wraps ErrOutOfMemory if the server says so, and ErrPartly
+	// where Traits.FullGPU and some of the model did not come onto the GPU; then it was unloaded again.
 	Load(ctx context.Context, t Target) error
 	// Unload asks the server to give its memory back and waits until it says
 	// that it did. confirmed is true if the server's own residency probe said

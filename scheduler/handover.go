@@ -15,6 +15,7 @@ const (
 	maxBackoff   = 60 * time.Second
 	drainRetry   = 60 * time.Second // a slot that didn't drain is left alone for so long
 	failedLoadOO = 1                // loads that ran out of memory and are tried once more
+	partlyLoaded = 2                // loads that came only partly onto the GPU and are tried once more
 )
 
 // backoff is 1, 2, 4 … 60 s after n failures in a row.
@@ -391,9 +392,11 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 	s.to(now, t, Idle)
 	s.counts.LoadFailures++
 	s.decide(Decision{At: now, Kind: "load_failed", Slot: t.cfg.Name, GPU: t.gpu(), Took: took.Seconds(), Reason: e.Err})
-	if e.OutOfMemory && t.want.oom < failedLoadOO && t.queue.count > 0 && s.anyVictim(t) {
+	victim := s.anyVictim(t)
+	again := e.OutOfMemory && victim && t.want.oom < failedLoadOO || e.Partly && t.want.oom < partlyLoaded
+	if again && t.queue.count > 0 {
 		t.want.oom++ // make room once more, try once more (spec §3.9)
-		t.want.extra = true
+		t.want.extra = victim
 	} else {
 		s.loadFailed(now, t, e.Err)
 	}

@@ -322,6 +322,11 @@ func (f *fixture) loadRunsOut(name string) {
 	f.step(LoadDone{Slot: name, Epoch: f.epochs[name], Err: "CUDA out of memory", OutOfMemory: true})
 }
 
+func (f *fixture) loadPartly(name string) {
+	f.t.Helper()
+	f.step(LoadDone{Slot: name, Epoch: f.epochs[name], Err: "only 3GiB of the 4GiB came onto the GPU", Partly: true})
+}
+
 // unloaded is the end of an unload call, and the server's word that it is unloaded.
 func (f *fixture) unloaded(name string) {
 	f.t.Helper()

@@ -323,3 +323,29 @@ func TestATargetsOwnResidueCountsForItWhileItsProcessLives(t *testing.T) {
 	f.submit("a")
 	f.requireLoads("a", "a")
 }
+
+func TestAModelThatCameOnlyPartlyOntoTheGPUGetsAnotherVictimAndHasThreeTries(t *testing.T) {
+	f := given(t, 16384, server("t", 4000), server("v", 5000))
+	f.warm("v", 5000)
+	f.advance(time.Minute)
+	h := f.submit("t")
+	f.loadPartly("t")
+	f.requireUnloads("v")
+	f.evicted("v", 5000)
+	f.loadPartly("t")
+	f.requireWaiting(h)
+	f.sample() // nobody is left to go: perhaps it was a passing lack
+	f.requireState("t", Loading)
+	f.loadPartly("t")
+	r := f.requireRefused(h, LoadFailed)
+	require.Contains(t, r.Message, "only 3GiB")
+	require.EqualValues(t, 3, f.s.Snapshot(f.now).Counts.LoadFailures)
+
+	f.advance(r.RetryAfter)
+	f.sample()
+	h = f.submit("t")
+	f.loadPartly("t")
+	f.sample()
+	f.loaded("t")
+	f.requireRunning(h)
+}

@@ -165,6 +165,7 @@ type (
 		Epoch       uint64
 		Err         string // empty: loaded
 		OutOfMemory bool
+		Partly      bool // it had come only partly onto the GPU, and was unloaded again
 	}
 	// UnloadDone ends an unload call.
 	UnloadDone struct {

@@ -371,8 +371,8 @@ func (w *world) answer(f Effect) {
 func (w *world) loadServer(sv *simServer, epoch uint64) {
 	sv.alive = sv.alive || sv.cfg.Starts
 	life := sv.life
-	done := func(err string, oom bool) {
-		e := LoadDone{Slot: sv.cfg.Name, Epoch: epoch, Err: err, OutOfMemory: oom}
+	done := func(e LoadDone) {
+		e.Slot, e.Epoch = sv.cfg.Name, epoch
 		w.lastLoad = append(w.lastLoad, e)
 		w.step(e)
 	}
@@ -388,19 +388,19 @@ func (w *world) loadServer(sv *simServer, epoch uint64) {
 	w.in(takes, func() {
 		switch {
 		case sv.life != life: // stopped or crashed meanwhile; its answer may come all the same
-			done("it was stopped", false)
+			done(LoadDone{Err: "it was stopped"})
 		case !sv.alive:
-			done("its server is gone", false)
+			done(LoadDone{Err: "its server is gone"})
 		case w.hazard(w.shape.failures, 15):
 			w.letGo(sv, 0)
-			done("a bad day", false)
+			done(LoadDone{Err: "a bad day", Partly: w.chance(30)})
 		case !w.roomFor(sv):
 			w.check.outOfMemory(sv)
 			w.letGo(sv, 0)
-			done("out of memory", true)
+			done(LoadDone{Err: "out of memory", OutOfMemory: true})
 		default:
 			w.hold(sv)
-			done("", false)
+			done(LoadDone{})
 		}
 	})
 }

@@ -27,6 +27,7 @@ type plan struct {
 	tag                                   string
 	model                                 string // of the server as a whole
 	remember                              bool
+	fullGPU                               bool
 	secrets                               *redactor
 	fingerprint                           string // of the placeholders' values
 }
@@ -47,8 +48,8 @@ type route struct {
 	reads   reads
 
 	loaded, resident, busy, values *query // nil if not configured
-	names, sizes, success          *query
-	unit, sizeUnit                 gpu.Bytes
+	names, sizes, fulls, success   *query
+	unit, sizeUnit, fullUnit       gpu.Bytes
 	metrics                        []string
 	unloadedOn                     []int
 	forEach                        *route
@@ -128,9 +129,13 @@ func compile(l *Lifecycle) (*plan, error) {
 		tag:       l.ModelTag,
 		model:     l.ModelName,
 		remember:  l.Remember,
+		fullGPU:   l.RequireFullGPU,
 	}
 	if l.Remember && (l.Load == nil || l.Unload == nil) {
 		c.fault("remember needs load and unload: there is nothing to be remembered without")
+	}
+	if p.fullGPU && (p.load == nil || !p.health.tellsFull() && !p.residency.tellsFull()) {
+		c.fault("require_full_gpu needs a load route, and a residency route with sizes_bytes and full_sizes_bytes: else a load can't be judged")
 	}
 	if len(c.faults) > 0 {
 		return nil, errors.Join(c.faults...)
@@ -152,7 +157,7 @@ func (c *compiler) route(kind string, in *Route, defaultMethod string) *route {
 	if in == nil {
 		return nil
 	}
-	r := &route{timeout: time.Duration(in.Timeout), accept: in.Accept, unit: 1, sizeUnit: 1, metrics: in.BusyMetrics, unloadedOn: in.UnloadedOn}
+	r := &route{timeout: time.Duration(in.Timeout), accept: in.Accept, unit: 1, sizeUnit: 1, fullUnit: 1, metrics: in.BusyMetrics, unloadedOn: in.UnloadedOn}
 	if in.ForEach != nil && kind != "unload" {
 		c.fault("%s: for_each is only for unload: remove it", kind)
 	}
@@ -335,6 +340,8 @@ func (c *compiler) queries(kind string, r *route, in *Route) {
 		{"names", in.Names, probe, "health and residency", &r.names, 0},
 		{"sizes_mib", in.SizesMiB, probe, "health and residency", &r.sizes, gpu.MiB},
 		{"sizes_bytes", in.SizesBytes, probe, "health and residency", &r.sizes, 1},
+		{"full_sizes_mib", in.FullSizesMiB, probe, "health and residency", &r.fulls, gpu.MiB},
+		{"full_sizes_bytes", in.FullSizesBytes, probe, "health and residency", &r.fulls, 1},
 		{"busy", in.Busy, kind == "busy", "busy", &r.busy, 0},
 		{"success", in.Success, kind == "load" || kind == "unload", "load and unload", &r.success, 0},
 	} {
@@ -348,6 +355,8 @@ func (c *compiler) queries(kind string, r *route, in *Route) {
 			case f.unit == 0:
 			case f.target == &r.sizes:
 				r.sizeUnit = f.unit
+			case f.target == &r.fulls:
+				r.fullUnit = f.unit
 			default:
 				r.unit = f.unit
 			}
@@ -358,6 +367,12 @@ func (c *compiler) queries(kind string, r *route, in *Route) {
 	}
 	if in.SizesMiB != "" && in.SizesBytes != "" {
 		c.fault("%s: sizes_mib and sizes_bytes are both given: keep one", kind)
+	}
+	if in.FullSizesMiB != "" && in.FullSizesBytes != "" {
+		c.fault("%s: full_sizes_mib and full_sizes_bytes are both given: keep one", kind)
+	}
+	if r.fulls != nil && r.sizes == nil {
+		c.fault("%s: full sizes without sizes: give sizes_bytes or sizes_mib as well, for what of each is on the GPU", kind)
 	}
 	if r.sizes != nil && r.names == nil {
 		c.fault("%s: sizes without names: give the JSONPath to the names of these models as well", kind)

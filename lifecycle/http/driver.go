@@ -72,6 +72,9 @@ func (p *plan) item(t lifecycle.Target) string {
 // tells says whether a route's answer tells residency.
 func (r *route) tells() bool { return r.loaded != nil || r.names != nil }
 
+// tellsFull says whether a route's answer tells how much of each model is on the GPU.
+func (r *route) tellsFull() bool { return r != nil && r.fulls != nil }
+
 // String names the driver and keeps its headers to itself.
 func (d *driver) String() string { return "lifecycle http of " + d.deps.Consumer }
 
@@ -90,6 +93,7 @@ func (d *driver) Traits() lifecycle.Traits {
 		LoadModel:   load != nil && load.named,
 		UnloadModel: unload != nil && (unload.named || unload.forEach != nil),
 		Tag:         d.plan.tag,
+		FullGPU:     d.plan.fullGPU,
 	}
 }
 
@@ -232,17 +236,15 @@ func (r *route) listModels(ctx context.Context, answer any) ([]lifecycle.Model, 
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", r.names.expression, err)
 	}
-	var sizes []any
-	if r.sizes != nil {
-		if value, err := r.sizes.find(ctx, answer); err == nil {
-			sizes, _ = value.([]any) // a list of another length, or none, says nothing
-		}
-	}
+	sizes, fulls := r.sizes.beside(ctx, answer, len(names)), r.fulls.beside(ctx, answer, len(names))
 	models := make([]lifecycle.Model, 0, min(len(names), maxModels))
 	for i, name := range names[:min(len(names), maxModels)] {
-		m := lifecycle.Model{Name: plain(name), Resident: -1}
-		if len(sizes) == len(names) {
+		m := lifecycle.Model{Name: plain(name), Resident: -1, Size: -1}
+		if sizes != nil {
 			m.Resident = amount(sizes[i], r.sizeUnit)
+		}
+		if fulls != nil {
+			m.Size = amount(fulls[i], r.fullUnit)
 		}
 		if m.Name != "" {
 			models = append(models, m)
@@ -327,10 +329,28 @@ func (d *driver) Load(ctx context.Context, t lifecycle.Target) error {
 		last, seen = report, true
 		return last.Outcome == lifecycle.Answered && (!needsLoaded || last.Loaded == lifecycle.Yes)
 	})
-	if err == nil {
-		return nil
+	if err != nil {
+		return d.wrap("load", notReady(last, err))
 	}
-	return d.wrap("load", notReady(last, err))
+	if needsLoaded && d.plan.fullGPU {
+		return d.wholly(ctx, t, last.Models)
+	}
+	return nil
+}
+
+// wholly unloads again what has come only partly onto the GPU, which is an error.
+func (d *driver) wholly(ctx context.Context, t lifecycle.Target, loaded []lifecycle.Model) error {
+	for _, m := range loaded {
+		if !m.Partly() || t.Model != "" && !lifecycle.Same(m.Name, t.Model, d.plan.tag) {
+			continue
+		}
+		text := fmt.Sprintf("only %s of the %s of %s came onto the GPU, and require_full_gpu is set", m.Resident, m.Size, m.Name)
+		if _, err := d.Unload(ctx, t); err != nil {
+			text += "; it is loaded still: " + err.Error()
+		}
+		return d.wrap("load", &failure{outcome: lifecycle.Wrong, text: text, cause: lifecycle.ErrPartly})
+	}
+	return nil
 }
 
 // call sends a load or unload route's request, and looks at what its answer says of its success.

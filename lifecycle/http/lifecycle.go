@@ -53,6 +53,9 @@ type Lifecycle struct {
 	// For a server that can't say whether it is loaded, starts loaded, and must not be asked twice to load or to
 	// unload: what it was asked last is remembered, also over a restart of Caddy.
 	Remember bool `json:"remember,omitempty"`
+	// A load that puts only a part of the model onto the GPU counts as failed: it is unloaded, more room is made if there is
+	// any, and after 3 such loads its requests get 503 `load_failed`. Needs `load`, and `full_sizes_bytes` or `full_sizes_mib`.
+	RequireFullGPU bool `json:"require_full_gpu,omitempty"`
 
 	plan *plan // made by Provision
 }
@@ -115,6 +118,9 @@ type Route struct {
 	// Health and residency: how much GPU memory each of these models holds, in the same order: in bytes, or in MiB.
 	SizesBytes string `json:"sizes_bytes,omitempty"`
 	SizesMiB   string `json:"sizes_mib,omitempty"`
+	// Health and residency: how large each of these models is, what is not on the GPU included, for `require_full_gpu`: in bytes, or in MiB.
+	FullSizesBytes string `json:"full_sizes_bytes,omitempty"`
+	FullSizesMiB   string `json:"full_sizes_mib,omitempty"`
 	// Busy: does it work?
 	Busy string `json:"busy,omitempty"`
 	// Busy: the answer is in Prometheus' text form, and the server works if any of these metrics is above 0.

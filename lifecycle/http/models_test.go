@@ -31,7 +31,7 @@ func TestModelsAreListedLoadedAndUnloadedByTheirNames(t *testing.T) {
 	d := open(t, library, f.addr)
 	require.Equal(t, lifecycle.Traits{Health: true, Residency: true, Models: true, LoadModel: true, UnloadModel: true, Tag: "latest"}, d.Traits())
 	r := d.Probe(t.Context())
-	require.Equal(t, []lifecycle.Model{{Name: "a:latest", Resident: 100 * gpu.MiB}}, r.Models)
+	require.Equal(t, []lifecycle.Model{{Name: "a:latest", Resident: 100 * gpu.MiB, Size: -1}}, r.Models)
 	require.Equal(t, lifecycle.Yes, r.Loaded)
 	require.Equal(t, 100*gpu.MiB, r.Resident)
 
@@ -178,4 +178,55 @@ func TestWhatAServerWasAskedLastIsRememberedWhereItCannotTell(t *testing.T) {
 	entries, err := os.ReadDir(dir)
 	require.NoError(t, err)
 	require.Empty(t, entries, "it has ended: it starts loaded")
+}
+
+func TestAModelThatIsOnlyPartlyOnTheGPUIsUnloadedAgainWhereThatIsRequired(t *testing.T) {
+	const routes = `{"health":{"path":"/health"},"model_tag":"latest","require_full_gpu":%t,
+		"residency":{"path":"/ps","names":"$.models[*].name","sizes_mib":"$.models[*].gpu","full_sizes_mib":"$.models[*].all"},
+		"load":{"path":"/load/{model}"},"unload":{"path":"/unload/{model}"}}`
+	f := newFake(t)
+	f.answer("GET /health", 200, "")
+	var loaded atomic.Value
+	none := func() { loaded.Store(`{"models":[{"name":"other","gpu":1,"all":9}]}`) }
+	none()
+	part := "100"
+	f.handle("GET /ps", func(w http.ResponseWriter, _ *http.Request) { _, _ = fmt.Fprint(w, loaded.Load()) })
+	f.handle("POST /load/m", func(http.ResponseWriter, *http.Request) {
+		loaded.Store(`{"models":[{"name":"other","gpu":1,"all":9},{"name":"m:latest","gpu":` + part + `,"all":128}]}`)
+	})
+	f.handle("POST /unload/m", func(http.ResponseWriter, *http.Request) { none() })
+
+	d := open(t, fmt.Sprintf(routes, false), f.addr)
+	require.False(t, d.Traits().FullGPU)
+	require.NoError(t, d.Load(t.Context(), lifecycle.Target{Model: "m"}))
+	m := d.Probe(t.Context()).Models[1]
+	require.Equal(t, lifecycle.Model{Name: "m:latest", Resident: 100 * gpu.MiB, Size: 128 * gpu.MiB}, m)
+	require.True(t, m.Partly())
+
+	d = open(t, fmt.Sprintf(routes, true), f.addr)
+	require.True(t, d.Traits().FullGPU)
+	err := d.Load(t.Context(), lifecycle.Target{Model: "m"})
+	require.ErrorIs(t, err, lifecycle.ErrPartly)
+	require.ErrorContains(t, err, "only 100MiB of the 128MiB of m:latest came onto the GPU")
+	require.Len(t, d.Probe(t.Context()).Models, 1, "it was unloaded again")
+	part = "128"
+	require.NoError(t, d.Load(t.Context(), lifecycle.Target{Model: "m"}), "what the other is, is no matter")
+
+	part = "0"
+	f.answer("POST /unload/m", 500, "no")
+	require.ErrorContains(t, d.Load(t.Context(), lifecycle.Target{Model: "m"}), "it is loaded still: ")
+}
+
+func TestRequireFullGPUNeedsARouteThatTells(t *testing.T) {
+	for _, config := range []string{
+		`{"require_full_gpu":true,"load":{"path":"/l"},"residency":{"path":"/ps","names":"$.m[*].n","sizes_mib":"$.m[*].g"}}`,
+		`{"require_full_gpu":true,"residency":{"path":"/ps","names":"$.m[*].n","sizes_mib":"$.m[*].g","full_sizes_mib":"$.m[*].a"}}`,
+	} {
+		_, err := provision(t, config)
+		require.ErrorContains(t, err, "require_full_gpu needs a load route, and a residency route with")
+	}
+	_, err := provision(t, `{"residency":{"path":"/ps","names":"$.m[*].n","full_sizes_mib":"$.m[*].a"}}`)
+	require.ErrorContains(t, err, "residency: full sizes without sizes")
+	_, err = provision(t, `{"residency":{"path":"/ps","names":"$.m[*].n","sizes_mib":"$.g","full_sizes_mib":"$.a","full_sizes_bytes":"$.a"}}`)
+	require.ErrorContains(t, err, "full_sizes_mib and full_sizes_bytes are both given")
 }

@@ -63,6 +63,18 @@ func (q *query) find(ctx context.Context, answer any) (any, error) {
 	return value, nil
 }
 
+// beside yields the list of n values that stand beside others. One of another length, or none, says nothing.
+func (q *query) beside(ctx context.Context, answer any, n int) []any {
+	if q == nil {
+		return nil
+	}
+	value, _ := q.find(ctx, answer)
+	if values, is := value.([]any); is && len(values) == n {
+		return values
+	}
+	return nil
+}
+
 func parseAnswer(body []byte) (any, error) {
 	var answer any
 	if err := json.Unmarshal(body, &answer); err != nil {

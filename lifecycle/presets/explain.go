@@ -111,6 +111,9 @@ func (p *Preset) residency(l *httplife.Lifecycle) string {
 	if r.SizesBytes != "" {
 		text += ", their sizes at `" + r.SizesBytes + "`"
 	}
+	if r.FullSizesBytes != "" {
+		text += ", with what is not on the GPU at `" + r.FullSizesBytes + "`"
+	}
 	for _, status := range r.UnloadedOn {
 		text += fmt.Sprintf("; %d means that nothing is loaded", status)
 	}

@@ -241,7 +241,7 @@ func TestOllamaIsProbedAndUnloadedModelByModel(t *testing.T) {
 	d := open(t, guest, &ollama{loaded: map[string]int{"llama3:8b": -1, "hf.co/a/b:Q4": -1}})
 	assert.Equal(t, lifecycle.Traits{Unload: true, Health: true, Residency: true, Models: true, LoadModel: true, UnloadModel: true, Tag: "latest"}, d.Traits())
 	report := d.Probe(t.Context())
-	assert.ElementsMatch(t, []lifecycle.Model{{Name: "llama3:8b", Resident: 2 * gpu.GiB}, {Name: "hf.co/a/b:Q4", Resident: 2 * gpu.GiB}}, report.Models)
+	assert.ElementsMatch(t, []lifecycle.Model{{Name: "llama3:8b", Resident: 2 * gpu.GiB, Size: 3 * gpu.GiB}, {Name: "hf.co/a/b:Q4", Resident: 2 * gpu.GiB, Size: 3 * gpu.GiB}}, report.Models)
 	report.Models = nil
 	assert.Equal(t, lifecycle.Report{Loaded: lifecycle.Yes, Resident: 4 * gpu.GiB}, report)
 

@@ -66,6 +66,20 @@ func TestRealOllamaMakesWayModelByModel(t *testing.T) {
 	s.noneFailed()
 }
 
+// Without a GPU all of a model is on the CPU.
+func TestRealOllamaThatComputesOnTheCPUIsNotServedWhereThatIsForbidden(t *testing.T) {
+	t.Parallel()
+	srv := realollama.Start(t)
+	has := ollamaHas(t, srv)
+	s := realSite(t, "8GiB", realConsumer{name: "llm", preset: "ollama", server: srv.URL, lines: "require_full_gpu\n" + aModel(realollama.Tiny)})
+	a := s.tellJSON("/llm/api/chat", fmt.Sprintf(`{"model":%q,"messages":[{"role":"user","content":"hello"}],"stream":false}`, realollama.Tiny))
+	require.NoError(t, a.err)
+	require.Equal(t, 503, a.status, "%s", a.body)
+	require.Regexp(t, `only 0B of the .* of tiny:latest came onto the GPU`, string(a.body))
+	require.EqualValues(t, 3, s.status().Scheduler.LoadFailures)
+	require.Empty(t, has())
+}
+
 func TestRealWhisperServerIsStartedAndStopped(t *testing.T) {
 	t.Parallel()
 	whisper, whisperMark := startedWhisper(t)

@@ -183,3 +183,43 @@ func TestAConsumerThatGetsModelsKeepsWhatItHasLoaded(t *testing.T) {
 	})
 	require.Equal(t, unloads, s.servers["ollama"].Stats().Unloads)
 }
+
+func TestAModelThatDoesNotComeWhollyOntoTheGPUIsNotServedFromTheCPU(t *testing.T) {
+	c := library(`
+		require_full_gpu
+		model small {
+			vram 4GiB
+		}
+		model large {
+			vram 7GiB
+		}
+		model huge {
+			vram 10GiB
+		}
+	`)
+	c.Spill, c.Models = true, map[string]gpu.Bytes{"small": gib(4), "large": gib(9), "huge": gib(13)} // two take more than anybody said
+	s := start(t, layout{Total: "12GiB", Consumers: []consumer{c}})
+	s.wants("/ollama/api/generate", "small")
+	s.wants("/ollama/api/generate", "large") // beside the small one a part of it stays outside
+	require.Equal(t, 1, s.servers["ollama"].Stats().Spills)
+	require.EqualValues(t, 1, s.status().Scheduler.Evictions)
+	require.EqualValues(t, 1, s.status().Scheduler.LoadFailures)
+	require.Equal(t, "READY", s.slot("ollama", "large").State)
+	s.until("it is booked with what it says", func() bool { return s.slot("ollama", "large").Booking == int64(gib(9)) })
+
+	a := s.askJSON("/ollama/api/generate", `{"model":"huge","prompt":"hello"}`)
+	require.Equal(t, 503, a.status)
+	require.Contains(t, string(a.body), "load_failed")
+	require.Contains(t, string(a.body), "only 12GiB of the 13GiB of huge came onto the GPU")
+	require.Equal(t, 4, s.servers["ollama"].Stats().Spills, "it had three tries")
+	require.Equal(t, "IDLE", s.slot("ollama", "huge").State)
+	s.wants("/ollama/api/generate", "small")
+}
+
+func TestRequireFullGPUNeedsModelsThatTheBrokerLoads(t *testing.T) {
+	s := start(t, layout{Total: "12GiB", Consumers: []consumer{library(twoModels)}})
+	bad := strings.Replace(s.caddyfileNow(), twoModels, "vram 9GiB\nrequire_full_gpu\n", 1)
+	a := s.adminDo("POST", "/load", "text/caddyfile", bad)
+	require.Equal(t, 400, a.status)
+	require.Contains(t, string(a.body), "require_full_gpu, but its load route can't load it as a whole")
+}
