@@ -116,3 +116,14 @@ func TestADrainedConsumerTakesNoUnnamedModelIn(t *testing.T) {
 		require.Error(t, err)
 	})
 }
+
+func TestAReloadThatAsksOfAKeptServerWhatItCannotDoIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB)) // it can't unload one of its models
+		defer w.Close()
+		c := server("a", 4*gpu.GiB)
+		c.Models = []*config.Model{{Name: "m", VRAM: gpu.GiB}}
+		require.ErrorContains(t, w.Push(w.generation(t, nil, c)), `consumer "a": it has models, but its unload route can't unload one by its name`)
+		w.serves(t, "a")
+	})
+}

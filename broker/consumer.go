@@ -65,12 +65,16 @@ func (c *consumer) has(key string) bool {
 	return c.driver != nil && c.key == key && !c.closing || c.next != nil && c.next.key == key
 }
 
-// keeps says whether it will have a driver of this key, whatever happens meanwhile.
-func (c *consumer) keeps(key string) bool {
-	if c.next != nil {
-		return c.next.key == key
+// keeps is the driver of this key that it will have, whatever happens meanwhile; nil: it will have none.
+func (c *consumer) keeps(key string) lifecycle.Driver {
+	switch {
+	case !c.has(key), c.next != nil && c.next.key != key:
+		return nil
+	case c.next != nil:
+		return c.next.driver
+	default:
+		return c.driver
 	}
-	return c.has(key)
 }
 
 // take puts settings into force.

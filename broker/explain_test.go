@@ -20,6 +20,7 @@ func TestExplainSaysWhatWouldHappenAndDoesNothing(t *testing.T) {
 		defer w.Close()
 		says := func(name string, priority *int, outcome, fallback string) Explained {
 			t.Helper()
+			synctest.Wait() // the memory is looked at after a load
 			before := w.Status()
 			x, err := w.Explain(name, priority)
 			require.NoError(t, err)

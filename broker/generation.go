@@ -149,17 +149,19 @@ func (b *Broker) open(g *Generation) (map[string]lifecycle.Driver, error) {
 		if cc.Shares != "" { // its partner's driver is its own
 			continue
 		}
+		var d lifecycle.Driver
+		var err error
 		// Behind another that is to rule first nobody knows what will be there.
-		if c := b.consumers[cc.Name]; len(b.gens) <= 1 && c != nil && c.keeps(g.Keys[cc.Name]) && !b.leaves(c) {
-			continue
+		if c := b.consumers[cc.Name]; len(b.gens) <= 1 && c != nil && !b.leaves(c) {
+			d = c.keeps(g.Keys[cc.Name])
 		}
-		d, err := g.Lifecycles[cc.Name].Open(lifecycle.Deps{
-			Consumer: cc.Name, Upstream: cc.Upstream, Logger: g.Logger.With(zap.String("consumer", cc.Name)),
-			ProbeTimeout: time.Duration(g.Config.ProbeTimeout), UnloadTimeout: time.Duration(cc.UnloadTimeout),
-			Dir: g.Dir, Died: func(detail string) { b.died(cc.Name, detail) },
-		})
+		if d == nil {
+			d, err = b.openOne(g, cc)
+			if err == nil {
+				opened[cc.Name] = d
+			}
+		}
 		if err == nil {
-			opened[cc.Name] = d
 			err = checkTraits(cc, d.Traits())
 		}
 		if err != nil {
@@ -170,6 +172,14 @@ func (b *Broker) open(g *Generation) (map[string]lifecycle.Driver, error) {
 		}
 	}
 	return opened, nil
+}
+
+func (b *Broker) openOne(g *Generation, cc *config.Consumer) (lifecycle.Driver, error) {
+	return g.Lifecycles[cc.Name].Open(lifecycle.Deps{
+		Consumer: cc.Name, Upstream: cc.Upstream, Logger: g.Logger.With(zap.String("consumer", cc.Name)),
+		ProbeTimeout: time.Duration(g.Config.ProbeTimeout), UnloadTimeout: time.Duration(cc.UnloadTimeout),
+		Dir: g.Dir, Died: func(detail string) { b.died(cc.Name, detail) },
+	})
 }
 
 // checkTraits says what a consumer's driver would have to be able to do.
