@@ -106,14 +106,28 @@ func TestNamesThatCameToNothingMakeWayForOthers(t *testing.T) {
 }
 
 // Drain of a consumer
-func TestADrainedConsumerTakesNoUnnamedModelIn(t *testing.T) {
+func TestADrainedConsumersNewModelsAreDrainedToo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w, _ := newModels(t)
+		w, m := newModels(t)
 		defer w.Close()
 		pass(10 * time.Second)
 		require.NoError(t, w.Drain(t.Context(), "m"))
-		_, err := w.Acquire(t.Context(), Request{Consumer: "m", Model: "x"})
-		require.Error(t, err)
+		require.NoError(t, w.Resume("m/a"))
+		c := server("m", 2*gpu.GiB)
+		c.Models = []*config.Model{{Name: "a"}, {Name: "b"}, {Name: "new"}}
+		next := w.generation(t, nil, c)
+		next.Lifecycles["m"] = m
+		require.NoError(t, w.Push(next))
+		w.Pop(w.gen)
+		for _, model := range []string{"b", "new", "nobody-named-it"} {
+			_, err := w.Acquire(t.Context(), Request{Consumer: "m", Model: model})
+			var r *Refused
+			require.ErrorAs(t, err, &r)
+			require.Equal(t, scheduler.Draining, r.Code, model)
+		}
+		l, err := w.Acquire(t.Context(), Request{Consumer: "m", Model: "a"})
+		require.NoError(t, err)
+		l.Release(scheduler.Served)
 	})
 }
 

@@ -261,9 +261,6 @@ func (b *Broker) adopt(now time.Time, c *consumer, m lifecycle.Model, asked bool
 	b.slots[sl.name] = sl
 	c.slots = append(c.slots, sl)
 	b.configure(now)
-	if c.drained {
-		b.apply(now, scheduler.Drain{Slot: sl.name})
-	}
 	if asked && now.Sub(c.listed) <= 2*c.interval { // asked for, and not among those that are loaded: what came since shows in the free memory
 		b.apply(now, scheduler.Probed{Slot: sl.name, Sent: now, Loaded: scheduler.No, Resident: -1})
 		return sl

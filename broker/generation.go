@@ -322,12 +322,22 @@ func (b *Broker) share(g *Generation) {
 func (b *Broker) configure(now time.Time) {
 	g := b.current.Load()
 	sc := SchedulerConfig(g.Config)
+	var drained []scheduler.Event // the new slots of drained consumers
 	for _, cc := range g.Config.Consumers {
 		if c := b.consumers[cc.Name]; c != nil && c.partner == nil {
-			sc.Slots = append(sc.Slots, b.slotsOf(c)...)
+			slots := b.slotsOf(c)
+			sc.Slots = append(sc.Slots, slots...)
+			for _, sl := range slots {
+				if _, known := b.state.Slot(sl.Name); !known && c.drained {
+					drained = append(drained, scheduler.Drain{Slot: sl.Name})
+				}
+			}
 		}
 	}
 	b.apply(now, scheduler.Configure{Config: sc})
+	for _, e := range drained {
+		b.apply(now, e)
+	}
 }
 
 // renew replaces the driver of a consumer of which nothing is loaded, once that has stopped what is left of its server. It holds mu.
