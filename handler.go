@@ -419,7 +419,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 		outcome := j.outcome(r, err, completed, ranOut(inner))
 		j.hasRun(outcome)
 		if outcome == scheduler.Accepted && len(j.said) > 0 {
-			j.handler.pool.broker.Track(j.lease.Consumer, j.said)
+			j.lease.Track(j.said)
 		}
 		ended := j.lease.Release(outcome)
 		j.leased = false

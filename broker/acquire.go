@@ -42,6 +42,7 @@ type Lease struct {
 	Queued   time.Duration // how long it waited for its turn
 	Loading  time.Duration // … and how long for its load
 	client   string
+	slot     *slot // what serves it
 }
 
 // Refused is the error of a request that gets no place.
@@ -84,7 +85,7 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 	effects, wake := b.state.Step(now, scheduler.Submit{Slot: sl.name, Priority: r.Priority, Submitted: r.Submitted, Deadline: r.Submitted.Add(r.Budget),
 		Client: r.Client, KeepAlive: r.KeepAlive, StayWarm: r.StayWarm, Cooldown: r.Cooldown})
 	c.requests++
-	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: r.Submitted, Consumer: c.name, Upstream: sl.consumer.upstream, Async: c.cfg.Async, client: r.Client}
+	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: r.Submitted, Consumer: c.name, Upstream: sl.consumer.upstream, Async: c.cfg.Async, client: r.Client, slot: sl}
 	switch effects[0].Kind {
 	case scheduler.Admit: // the warm path
 		b.act(now, effects, wake)
@@ -113,7 +114,7 @@ func (b *Broker) TryAcquire(r Request) (Lease, bool) {
 	if effects[0].Kind != scheduler.Admit {
 		return Lease{}, false
 	}
-	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: now, Consumer: c.name, Upstream: sl.consumer.upstream, Async: c.cfg.Async, client: r.Client}
+	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: now, Consumer: c.name, Upstream: sl.consumer.upstream, Async: c.cfg.Async, client: r.Client, slot: sl}
 	c.requests++
 	b.clients.asked(r.Client, now)
 	b.act(now, effects, wake)

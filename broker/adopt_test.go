@@ -141,3 +141,14 @@ func TestAReloadThatAsksOfAKeptServerWhatItCannotDoIsRefused(t *testing.T) {
 		w.serves(t, "a")
 	})
 }
+
+func TestRequireFullGPUIsRefusedWhereNoLoadIsJudged(t *testing.T) {
+	whole, one := server("m", gpu.GiB), server("m", gpu.GiB)
+	one.Models = []*config.Model{{Name: "a"}}
+	started := lifecycle.Traits{Starts: true, Load: true, Unload: true, LoadModel: true, UnloadModel: true, FullGPUModel: true} // ollama, started by the broker
+	require.ErrorContains(t, checkTraits(whole, started), "require_full_gpu, but its load route can't load it as a whole")
+	require.NoError(t, checkTraits(one, started))
+	all := lifecycle.Traits{Load: true, Unload: true, UnloadModel: true, FullGPU: true} // its models load inside their first requests
+	require.NoError(t, checkTraits(whole, all))
+	require.ErrorContains(t, checkTraits(one, all), "require_full_gpu and models, but its load route can't load one by its name")
+}

@@ -213,7 +213,7 @@ func (b *Broker) find(now time.Time, name, model string) (*consumer, *slot) {
 // named is the configuration of the model that goes by this name, or by this alias; nil: there is none.
 func (c *consumer) named(name string) *config.Model {
 	for _, m := range c.cfg.Models {
-		if lifecycle.Same(m.Name, name, c.traits.Tag) || slices.Contains(m.Alias, name) {
+		if lifecycle.Same(m.Name, name, c.traits.Tag) || slices.ContainsFunc(m.Alias, func(a string) bool { return lifecycle.Same(a, name, c.traits.Tag) }) {
 			return m
 		}
 	}
@@ -322,15 +322,11 @@ func (b *Broker) Address(consumer string) (upstream string, runs bool) {
 	return c.upstream, c.runs()
 }
 
-// Track hands an answer that names a job to the driver of its consumer.
-func (b *Broker) Track(consumer string, answer []byte) {
-	b.mu.Lock()
-	c := b.consumers[consumer]
-	var d lifecycle.Driver
-	if c != nil {
-		d = c.real().driver
-	}
-	b.mu.Unlock()
+// Track hands an answer that names a job to the driver of the server that gave it: another may have its consumer's name by now.
+func (l Lease) Track(answer []byte) {
+	l.b.mu.Lock()
+	d := l.slot.consumer.driver
+	l.b.mu.Unlock()
 	if jobs, ok := d.(lifecycle.Jobs); ok {
 		jobs.Track(answer)
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
@@ -112,7 +113,7 @@ func (b *Broker) died(name, detail string) {
 		return
 	}
 	now := time.Now()
-	for _, sl := range slices.Clone(c.slots) {
+	for _, sl := range b.allSlots(c) {
 		b.apply(now, scheduler.Died{Slot: sl.name, Detail: detail})
 	}
 	b.ended()
@@ -209,10 +210,23 @@ func (b *Broker) probe(ctx context.Context, name string, driver lifecycle.Driver
 		c.listed = sent
 	}
 	b.learnOf(now, c, r.Models)
-	for _, sl := range slices.Clone(c.slots) {
+	for _, sl := range b.allSlots(c) {
 		b.apply(now, said(sl, r, sent))
 	}
 	b.ended()
+}
+
+// allSlots are the slots of a consumer, and after them those that were removed and serve who waits for them yet: their
+// server is the same. It holds mu.
+func (b *Broker) allSlots(c *consumer) []*slot {
+	all := slices.Clone(c.slots)
+	for _, sl := range b.slots {
+		if sl.consumer == c && !slices.Contains(c.slots, sl) {
+			all = append(all, sl)
+		}
+	}
+	slices.SortFunc(all[len(c.slots):], func(x, y *slot) int { return strings.Compare(x.name, y.name) })
+	return all
 }
 
 // said is what a server's report says of one of its slots.
@@ -226,7 +240,7 @@ func said(sl *slot, r lifecycle.Report, sent time.Time) scheduler.Probed {
 	case r.Models != nil:
 		e.Loaded = scheduler.No
 		for _, m := range r.Models {
-			if lifecycle.Same(m.Name, sl.model, sl.consumer.traits.Tag) {
+			if lifecycle.Same(m.Name, sl.model, sl.consumer.traits.Tag) || sl.consumer.known(m.Name) == sl { // it may go by an alias
 				e.Loaded, e.Resident = scheduler.Yes, m.Resident
 			}
 		}

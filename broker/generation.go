@@ -187,7 +187,10 @@ func checkTraits(cc *config.Consumer, t lifecycle.Traits) error {
 	if len(cc.Models) > 0 && !t.UnloadModel {
 		return errors.New("it has models, but its unload route can't unload one by its name: write {model} where the name goes, or leave the models out and give the consumer their vram")
 	}
-	if t.FullGPU && !t.Load && (len(cc.Models) == 0 || !t.LoadModel) {
+	if judged := len(cc.Models) == 0 && t.FullGPU || len(cc.Models) > 0 && t.FullGPUModel; (t.FullGPU || t.FullGPUModel) && !judged {
+		if len(cc.Models) > 0 {
+			return errors.New("it has require_full_gpu and models, but its load route can't load one by its name: write {model} where the name goes, or take require_full_gpu away")
+		}
 		return errors.New("it has require_full_gpu, but its load route can't load it as a whole: give it `model` lines, or take require_full_gpu away")
 	}
 	return nil

@@ -272,3 +272,23 @@ func TestADeathThatADriverTellsOfFreesTheSlot(t *testing.T) {
 		require.False(t, runs)
 	})
 }
+
+func TestAModelThatIsLoadedByItsAliasIsLoaded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+		c := server("m", 2*gpu.GiB)
+		c.Models = []*config.Model{{Name: "a", Alias: []string{"gpt"}}}
+		w.gen = w.generation(t, nil, c)
+		traits := everything
+		traits.LoadModel, traits.UnloadModel, traits.Models, traits.Tag = true, true, true, "latest"
+		w.servers["m"].traits = traits
+		m := &modelServer{fakeServer: w.servers["m"]}
+		w.gen.Lifecycles["m"] = m
+		require.NoError(t, w.Push(w.gen))
+		defer w.Close()
+		m.tells(lifecycle.Model{Name: "gpt:latest", Resident: gpu.GiB})
+		pass(10 * time.Second)
+		require.Equal(t, []string{"m/a"}, w.SlotNames("m"))
+		require.Equal(t, "READY", w.stateOf(t, "m/a"))
+	})
+}

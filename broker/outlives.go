@@ -1,9 +1,6 @@
 package broker
 
-import (
-	"slices"
-	"time"
-)
+import "time"
 
 // maxOutliving bounds how many jobs of one consumer are remembered whose work may outlive their answer.
 const maxOutliving = 1024
@@ -39,16 +36,25 @@ func (b *Broker) WhenDone(consumer string, began time.Time, done func(service ti
 // settle tells of the work that is over. It holds mu.
 func (b *Broker) settle() {
 	for name, o := range b.outliving {
-		c := b.consumers[name]
-		if c != nil && slices.ContainsFunc(c.real().slots, func(sl *slot) bool {
-			v, _ := b.state.Slot(sl.name)
-			return v.Active+v.Held > 0
-		}) {
+		if b.works(name) {
 			continue
 		}
 		delete(b.outliving, name)
 		o.end()
 	}
+}
+
+// works says whether anything runs at the server of this name: at slots too that were removed, or whose name another has by now. It holds mu.
+func (b *Broker) works(name string) bool {
+	c := b.consumers[name]
+	for _, sl := range b.slots {
+		if sl.consumer.name == name || c != nil && sl.consumer == c.real() {
+			if v, _ := b.state.Slot(sl.name); v.Active+v.Held > 0 {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // end tells each of its share. It holds mu.

@@ -104,7 +104,8 @@ type Traits struct {
 	UnloadModel bool   // can unload one
 	Tag         string // what a name without a tag means, see Same
 
-	FullGPU bool // a load that puts only a part onto the GPU has failed
+	// A load that puts only a part onto the GPU has failed: one of the server as a whole, and one of a model.
+	FullGPU, FullGPUModel bool
 
 	Starts bool // the server is started and stopped by the driver: one that does not run is no fault. Then it is a Supervisor.
 }
@@ -133,7 +134,7 @@ type Driver interface {
 	Probe(ctx context.Context) Report
 	// Load loads and returns once the server says that it is ready. The caller
 	// bounds it by ctx. It wraps ErrOutOfMemory if the server says so, and ErrPartly
-	// where Traits.FullGPU and some of the model did not come onto the GPU; then it was unloaded again.
+	// where Traits.FullGPU or FullGPUModel and some of the model did not come onto the GPU; then it was unloaded again.
 	Load(ctx context.Context, t Target) error
 	// Unload asks the server to give its memory back and waits until it says
 	// that it did. confirmed is true if the server's own residency probe said

@@ -112,3 +112,19 @@ func TestAListThatNamesAConsumerMeansAllItsModels(t *testing.T) {
 		f.requireRunning(h)
 	})
 }
+
+// A driver that could not be replaced at once, as another model of its server worked, must be offered again.
+func TestAStaleSlotThatIsLoadedAgainBeforeItsDriverIsReplacedIsRenewedOnceMore(t *testing.T) {
+	of := func(c *SlotConfig) { c.Consumer = "m" }
+	f := given(t, 16384, server("m/a", 4000, starts, of), server("m/b", 4000, starts, of))
+	f.warm("m/b", 4000)
+	f.reconfigure(func(c *Config) { c.Slots[0].Stale, c.Slots[1].Stale = true, true })
+	require.Equal(t, []string{"m/a"}, f.renews, "b is not unloaded yet")
+	f.requireState("m/b", Stopping)
+	f.use(4000)
+	f.probe("m/a", Yes) // somebody has loaded it past us
+	f.evicted("m/b", 4000)
+	require.Equal(t, []string{"m/a", "m/b"}, f.renews)
+	f.evicted("m/a", 4000)
+	require.Equal(t, []string{"m/a", "m/b", "m/a"}, f.renews)
+}

@@ -93,7 +93,9 @@ func (d *driver) Traits() lifecycle.Traits {
 		LoadModel:   load != nil && load.named,
 		UnloadModel: unload != nil && (unload.named || unload.forEach != nil),
 		Tag:         d.plan.tag,
-		FullGPU:     d.plan.fullGPU,
+
+		FullGPU:      d.plan.fullGPU && d.plan.whole(load),
+		FullGPUModel: d.plan.fullGPU && load.named,
 	}
 }
 

@@ -197,14 +197,15 @@ func TestAModelThatIsOnlyPartlyOnTheGPUIsUnloadedAgainWhereThatIsRequired(t *tes
 	f.handle("POST /unload/m", func(http.ResponseWriter, *http.Request) { none() })
 
 	d := open(t, fmt.Sprintf(routes, false), f.addr)
-	require.False(t, d.Traits().FullGPU)
+	require.False(t, d.Traits().FullGPUModel)
 	require.NoError(t, d.Load(t.Context(), lifecycle.Target{Model: "m"}))
 	m := d.Probe(t.Context()).Models[1]
 	require.Equal(t, lifecycle.Model{Name: "m:latest", Resident: 100 * gpu.MiB, Size: 128 * gpu.MiB}, m)
 	require.True(t, m.Partly())
 
 	d = open(t, fmt.Sprintf(routes, true), f.addr)
-	require.True(t, d.Traits().FullGPU)
+	require.True(t, d.Traits().FullGPUModel)
+	require.False(t, d.Traits().FullGPU, "it can't be loaded as a whole")
 	err := d.Load(t.Context(), lifecycle.Target{Model: "m"})
 	require.ErrorIs(t, err, lifecycle.ErrPartly)
 	require.ErrorContains(t, err, "only 100MiB of the 128MiB of m:latest came onto the GPU")
