@@ -58,7 +58,7 @@ func TestWhoWaitsForAModelThatWasRemovedIsServedThoughItsServerDied(t *testing.T
 					v, _ := w.slot("m/b")
 					t.Errorf("it waits still: %s, %q", v.State, v.Why)
 					w.Close()
-					<-served
+					require.Error(t, <-served)
 				}
 			})
 		})
