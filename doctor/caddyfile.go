@@ -337,5 +337,3 @@ func CheckAddress(address string) error {
 	}
 	return nil
 }
-
-func itoa(n int) string { return strconv.Itoa(n) }

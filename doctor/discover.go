@@ -5,6 +5,7 @@ import (
 	"context"
 	"net"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
@@ -136,9 +137,9 @@ func (d *Discovery) probe(ctx context.Context, timeout time.Duration, open Opene
 // FreePort is the first port from first on at which nobody listens.
 func (d *Discovery) FreePort(first int) string {
 	for port := first; port < 1<<16; port++ {
-		if text := itoa(port); !d.taken[text] {
+		if text := strconv.Itoa(port); !d.taken[text] {
 			return text
 		}
 	}
-	return itoa(first)
+	return strconv.Itoa(first)
 }

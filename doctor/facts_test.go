@@ -259,6 +259,17 @@ func TestSocketsThatCannotBeOpenedAreTold(t *testing.T) {
 	assert.Contains(t, texts(judgePorts(f)), "there is no D-Bus, and with it systemd at "+systemBus)
 }
 
+func TestEachSocketIsToldOfWhoNeedsIt(t *testing.T) {
+	f := factsOf(&config.Consumer{Name: "a"}, &config.Consumer{Name: "b"})
+	f.site.Lifecycles = raws("a", `{"protocol":"docker","host":"tcp://127.0.0.1:2"}`, "b", `{"protocol":"docker","host":"tcp://127.0.0.1:1"}`)
+	f.sockets = map[string]error{"tcp://127.0.0.1:1": errors.New("refused"), "tcp://127.0.0.1:2": errors.New("refused")}
+	for range 20 { // a map has many orders
+		found := texts(judgePorts(f))
+		first, second := strings.Index(found, "error b: Docker at tcp://127.0.0.1:1 "), strings.Index(found, "error a: Docker at tcp://127.0.0.1:2 ")
+		assert.True(t, 0 <= first && first < second, found)
+	}
+}
+
 func TestServersAreJudgedByTheirProbes(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(f *facts, p *probe)

@@ -100,6 +100,7 @@ func gather(ctx context.Context, s *Site) *facts {
 		})
 	}
 	g.collect(f)
+	slices.SortFunc(f.unnamed, func(a, b Identity) int { return strings.Compare(a.Address, b.Address) })
 	return f
 }
 

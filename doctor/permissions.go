@@ -96,8 +96,8 @@ func judgePorts(f *facts) (out []Finding) {
 				Mend: "AmbientCapabilities=CAP_NET_BIND_SERVICE in Caddy's unit, or `setcap cap_net_bind_service=+ep $(which caddy)`, or a higher port"})
 		}
 	}
-	for socket, err := range f.sockets {
-		if err != nil {
+	for _, socket := range sortedKeys(f.sockets) {
+		if err := f.sockets[socket]; err != nil {
 			out = append(out, f.judgeSocket(socket, err))
 		}
 	}
@@ -121,18 +121,16 @@ func judgePorts(f *facts) (out []Finding) {
 
 func (f *facts) judgeSocket(socket string, err error) Finding {
 	kind, word := "Docker", "docker"
-	if !slices.ContainsFunc(f.site.consumers(), func(c *config.Consumer) bool {
-		g := readGuest(f.site.Lifecycles[c.Name])
-		return g.Protocol == "docker" && g.socket() == socket
-	}) {
-		kind, word = "D-Bus, and with it systemd,", "systemd"
-	}
 	found := Finding{Severity: Error, Check: "permissions"}
 	for _, c := range f.site.consumers() {
-		if protocolOf(f.site.Lifecycles[c.Name]) == word {
+		if g := readGuest(f.site.Lifecycles[c.Name]); g.socket() == socket {
+			word = g.Protocol
 			found.Consumer, found.Where = c.Name, f.lines.of(c.Source, word)
 			break
 		}
+	}
+	if word == "systemd" {
+		kind = "D-Bus, and with it systemd,"
 	}
 	switch {
 	case errors.Is(err, fs.ErrPermission) && word == "docker":

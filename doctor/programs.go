@@ -6,6 +6,8 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+
+	"github.com/gpu-broker/caddy-gpu-broker/internal/supervised"
 )
 
 // program is a process of this machine.
@@ -50,13 +52,7 @@ func line(pid int) (out []program) {
 
 // group is the control group of a process, if it is that of one service or container; else empty.
 func group(pid int) string {
-	doc, _ := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "cgroup")) // it may be gone
-	for text := range strings.Lines(string(doc)) {
-		parts := strings.SplitN(strings.TrimSpace(text), ":", 3)
-		if len(parts) < 3 {
-			continue
-		}
-		path := parts[2]
+	for _, path := range supervised.Cgroups(pid) {
 		base := filepath.Base(path)
 		if strings.HasSuffix(base, ".service") && !strings.HasPrefix(base, "user@") {
 			return path

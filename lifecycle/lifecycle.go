@@ -56,7 +56,6 @@ type Report struct {
 	Models []Model
 	// Stopped says that the server does not run, which its driver would start: that is no fault.
 	Stopped bool
-	Busy    Tri // does it work, whoever asked it to? Unknown, unless the probe told without a request of its own
 }
 
 // Model is one model that a server says it holds.
@@ -214,6 +213,20 @@ type Deps struct {
 	// Died is called when a server that the driver has started ends without having been told to; nil: nobody
 	// wants to know. detail says how, for people. It does not block.
 	Died func(detail string)
+}
+
+// WithDefaults is d with a value for all that a driver can't do without.
+func (d Deps) WithDefaults() Deps {
+	if d.ProbeTimeout <= 0 {
+		d.ProbeTimeout = 2 * time.Second
+	}
+	if d.UnloadTimeout <= 0 {
+		d.UnloadTimeout = 30 * time.Second
+	}
+	if d.Logger == nil {
+		d.Logger = zap.NewNop()
+	}
+	return d
 }
 
 // Guest is a provisioned lifecycle module (namespace gpu_broker.lifecycles).

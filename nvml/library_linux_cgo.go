@@ -9,6 +9,8 @@ import (
 
 	"github.com/NVIDIA/go-nvml/pkg/dl"
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-broker/caddy-gpu-broker/internal/turn"
 )
 
 // candidates are the libraries that are tried where none is configured: what
@@ -33,7 +35,7 @@ var needed = [][]string{
 // NVML's functions once and for all, so there is one for all samplers, and it
 // stays loaded when nobody uses it.
 type process struct {
-	turn turn // owns every field below, and every call into NVML
+	turn turn.Turn // owns every field below, and every call into NVML
 
 	api     gonvml.Interface
 	path    string
@@ -43,7 +45,7 @@ type process struct {
 	driver  string          // its version, once started
 }
 
-var library = &process{turn: newTurn()}
+var library = &process{turn: turn.New()}
 
 // use counts one more sampler, and loads the library if it is the first ever.
 func (p *process) use(path string) error {

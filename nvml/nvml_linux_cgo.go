@@ -17,6 +17,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/turn"
 )
 
 // lookTimeout bounds the wait for the driver. The first look wakes every GPU, which takes seconds
@@ -36,7 +37,7 @@ type sampler struct {
 func open(ctx context.Context, logger *zap.Logger, path string) (gpu.Sampler, error) {
 	ctx, cancel := context.WithTimeout(ctx, lookTimeout)
 	defer cancel()
-	_, err := inTurn(ctx, library.turn, func() (struct{}, error) {
+	_, err := turn.In(ctx, library.turn, func() (struct{}, error) {
 		return struct{}{}, library.use(path)
 	})
 	if err != nil {
@@ -52,9 +53,9 @@ func (s *sampler) Why() string {
 func (s *sampler) MinInterval() time.Duration { return 50 * time.Millisecond }
 
 func (s *sampler) Close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), turn.CloseTimeout)
 	defer cancel()
-	_, err := inTurn(ctx, library.turn, func() (struct{}, error) {
+	_, err := turn.In(ctx, library.turn, func() (struct{}, error) {
 		library.leave()
 		return struct{}{}, nil
 	})
@@ -67,7 +68,7 @@ func (s *sampler) Close() error {
 func (s *sampler) Sample(ctx context.Context, detail gpu.Detail) (gpu.Sample, error) {
 	ctx, cancel := context.WithTimeout(ctx, lookTimeout)
 	defer cancel()
-	sample, err := inTurn(ctx, library.turn, func() (gpu.Sample, error) {
+	sample, err := turn.In(ctx, library.turn, func() (gpu.Sample, error) {
 		at := time.Now()
 		devices, err := s.look(detail)
 		return gpu.Sample{At: at, Devices: devices}, err

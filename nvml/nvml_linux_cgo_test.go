@@ -17,6 +17,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/turn"
 )
 
 // stub is the path of the stub library. A process can use one library only, so
@@ -319,7 +320,7 @@ func TestUnusableLibrariesAreRefusedBeforeAnythingIsCalled(t *testing.T) {
 	if err := examine("libc.so.6"); err == nil || !strings.Contains(err.Error(), "nvmlInit") {
 		t.Errorf("wrong library: %v", err)
 	}
-	fresh := &process{turn: newTurn()}
+	fresh := &process{turn: turn.New()}
 	if err := fresh.use(filepath.Join(t.TempDir(), "none.so")); err == nil || fresh.api != nil || fresh.users != 0 {
 		t.Errorf("%v, %+v", err, fresh)
 	}
@@ -328,7 +329,7 @@ func TestUnusableLibrariesAreRefusedBeforeAnythingIsCalled(t *testing.T) {
 func TestLookEndsWithItsContextThoughTheDriverHangs(t *testing.T) {
 	newHardware(t, good0)
 	s := openStub(t)
-	if err := library.turn.take(context.Background()); err != nil { // a look that does not come back
+	if err := library.turn.Take(context.Background()); err != nil { // a look that does not come back
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
@@ -336,7 +337,7 @@ func TestLookEndsWithItsContextThoughTheDriverHangs(t *testing.T) {
 	if _, err := s.Sample(ctx, gpu.Memory); !errors.Is(err, context.Canceled) {
 		t.Errorf("%v", err)
 	}
-	library.turn.give()
+	library.turn.Give()
 	look(t, s)
 }
 

@@ -16,6 +16,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/turn"
 )
 
 const (
@@ -144,7 +145,7 @@ func findSMI(configured string) (string, error) {
 
 // smiTurn is the one turn of all samplers of this process: a run that hangs in
 // the kernel cannot be killed, so a second must not join it, reload or not.
-var smiTurn = newTurn()
+var smiTurn = turn.New()
 
 // smi runs nvidia-smi for each look.
 type smi struct {
@@ -173,19 +174,16 @@ func (s *smi) MinInterval() time.Duration { return s.interval }
 // Close waits for a run that its caller has left behind. It is being killed,
 // so this takes no time unless the kernel holds it.
 func (s *smi) Close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
-	defer cancel()
-	if err := smiTurn.take(ctx); err != nil {
+	if err := smiTurn.Close(); err != nil {
 		return fmt.Errorf("gpu nvidia_smi: closing: %w", err)
 	}
-	smiTurn.give()
 	return nil
 }
 
 func (s *smi) Sample(ctx context.Context, detail gpu.Detail) (gpu.Sample, error) {
 	ctx, cancel := context.WithTimeout(ctx, s.timeout)
 	defer cancel()
-	sample, err := inTurn(ctx, smiTurn, func() (gpu.Sample, error) {
+	sample, err := turn.In(ctx, smiTurn, func() (gpu.Sample, error) {
 		at := time.Now()
 		devices, err := s.look(ctx, detail)
 		return gpu.Sample{At: at, Devices: devices}, err

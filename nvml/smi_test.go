@@ -242,7 +242,7 @@ func TestHangingNvidiaSMIIsKilledInTime(t *testing.T) {
 func TestSecondRunNeverJoinsOneThatHangs(t *testing.T) {
 	f := newFake(t, prints(row4090), "")
 	s := f.open(NvidiaSMI{})
-	if err := smiTurn.take(context.Background()); err != nil {
+	if err := smiTurn.Take(context.Background()); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
@@ -250,7 +250,7 @@ func TestSecondRunNeverJoinsOneThatHangs(t *testing.T) {
 	if _, err := s.Sample(ctx, gpu.Memory); err == nil || !strings.Contains(err.Error(), "earlier look") {
 		t.Errorf("%v", err)
 	}
-	smiTurn.give()
+	smiTurn.Give()
 	if calls := f.calls(); len(calls) != 1 || calls[0] != "" {
 		t.Errorf("it was run: %q", calls)
 	}

@@ -12,6 +12,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/turn"
 )
 
 const (
@@ -22,13 +23,17 @@ const (
 	carveOut = gpu.GiB
 )
 
+// looks is the one turn of all samplers of this process: a read of a sick GPU
+// may hang in the kernel, and a second must not join it, reload or not.
+var looks = turn.New()
+
 // sampler reads the files of the driver at each look.
 type sampler struct {
 	files
 	unified string
 	logger  *zap.Logger
 
-	// Owned by the turn.
+	// Owned by looks.
 	known map[string]gpu.Device // what stays of every device ever seen, by address
 	blind bool                  // it has been logged that the processes are not known
 }
@@ -41,9 +46,7 @@ func (s *sampler) MinInterval() time.Duration { return 50 * time.Millisecond }
 
 // Close waits for a look that its caller has left behind.
 func (s *sampler) Close() error {
-	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
-	defer cancel()
-	if _, err := inTurn(ctx, func() (struct{}, error) { return struct{}{}, nil }); err != nil {
+	if err := looks.Close(); err != nil {
 		return fmt.Errorf("gpu amdgpu: closing: %w", err)
 	}
 	return nil
@@ -52,7 +55,7 @@ func (s *sampler) Close() error {
 func (s *sampler) Sample(ctx context.Context, detail gpu.Detail) (gpu.Sample, error) {
 	ctx, cancel := context.WithTimeout(ctx, lookTimeout)
 	defer cancel()
-	sample, err := inTurn(ctx, func() (gpu.Sample, error) {
+	sample, err := turn.In(ctx, looks, func() (gpu.Sample, error) {
 		at := time.Now()
 		devices, err := s.look(ctx, detail)
 		return gpu.Sample{At: at, Devices: devices}, err

@@ -113,16 +113,6 @@ func TestLineIsOneShortLine(t *testing.T) {
 	require.LessOrEqual(t, len(Line(strings.Repeat("ä", 1000))), maxLine+len("…"))
 }
 
-func TestExpandNamesThePlaceholderThatIsNotSet(t *testing.T) {
-	t.Setenv("UNIT", "llama")
-	value, err := Expand("systemd", "unit", "{env.UNIT}.service")
-	require.NoError(t, err)
-	require.Equal(t, "llama.service", value)
-	_, err = Expand("systemd", "unit", "{env.NOT_SET_ANYWHERE}")
-	require.ErrorContains(t, err, "unit")
-	require.ErrorContains(t, err, "env.NOT_SET_ANYWHERE")
-}
-
 func TestStateTellsTheStart(t *testing.T) {
 	var r Record
 	begun := time.Now()

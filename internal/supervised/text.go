@@ -1,21 +1,18 @@
 package supervised
 
 import (
-	"fmt"
+	"os/user"
 	"strings"
 	"unicode"
-
-	"github.com/caddyserver/caddy/v2"
 )
 
-// Expand replaces the placeholders in a field.
-func Expand(module, field, value string) (string, error) {
-	// Caddy's error names the placeholder, never its value.
-	expanded, err := caddy.NewReplacer().ReplaceOrErr(value, true, true)
+// WhoAmI is the user that Caddy runs as, for people.
+func WhoAmI() string {
+	u, err := user.Current()
 	if err != nil {
-		return "", fmt.Errorf("lifecycle %s: %s: %w: set it, or correct its name", module, field, err)
+		return "Caddy's user"
 	}
-	return expanded, nil
+	return "user " + u.Username
 }
 
 // maxLine bounds what is shown of what somebody else says, in bytes.

@@ -76,6 +76,13 @@ func TestConfigurationIsChecked(t *testing.T) {
 	}
 }
 
+func TestTheValueOfAPlaceholderIsNotShown(t *testing.T) {
+	t.Setenv("HOST", "tcp://me:geheim@proxy:2375")
+	_, err := provision(t, `{"container": "a", "host": "{env.HOST}"}`)
+	require.ErrorContains(t, err, "host \"{env.HOST}\": want unix:///PATH or tcp://HOST:PORT")
+	require.NotContains(t, err.Error(), "geheim")
+}
+
 func TestOpenNeedsAnUpstream(t *testing.T) {
 	l, err := provision(t, `{"container": "llama"}`)
 	require.NoError(t, err)

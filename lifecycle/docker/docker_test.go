@@ -15,6 +15,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
@@ -86,7 +87,7 @@ func TestDeathsAreToldWithTheirReason(t *testing.T) {
 			require.NoError(t, d.Load(t.Context(), lifecycle.Target{}))
 			e.heard(t)
 			e.die(c.code, c.with)
-			require.Equal(t, c.want, death(t, died))
+			require.Equal(t, c.want, lifecycletest.Death(t, died))
 			require.False(t, d.Running())
 			require.Empty(t, died, "told once")
 		})
@@ -115,7 +116,7 @@ func TestServerThatIsStartedAgainBySomebodyElseHasDied(t *testing.T) {
 	e.state["StartedAt"] = time.Now().UTC().Format(time.RFC3339Nano)
 	e.tell("restart")
 	e.mu.Unlock()
-	require.Contains(t, death(t, died), "started again")
+	require.Contains(t, lifecycletest.Death(t, died), "started again")
 	require.Equal(t, lifecycle.Yes, d.Probe(t.Context()).Loaded)
 	require.Equal(t, 1, d.State().Starts)
 }
@@ -162,7 +163,7 @@ func TestRemovedContainerHasDied(t *testing.T) {
 	e.mu.Lock()
 	e.tell("destroy")
 	e.mu.Unlock()
-	require.Equal(t, "the container was removed", death(t, died))
+	require.Equal(t, "the container was removed", lifecycletest.Death(t, died))
 	require.ErrorContains(t, d.Load(t.Context(), lifecycle.Target{}), "docker create --name "+name)
 }
 
@@ -233,7 +234,7 @@ func TestDeathIsNoticedOverARestartOfDocker(t *testing.T) {
 	require.Empty(t, died)
 	e.version = "1.52" // it was updated, too
 	e.serve(t, strings.TrimPrefix(e.host, "unix://"))
-	require.Equal(t, "exit status 9", death(t, died))
+	require.Equal(t, "exit status 9", lifecycletest.Death(t, died))
 	e.mu.Lock()
 	spoken := e.spoken
 	e.mu.Unlock()
@@ -271,7 +272,7 @@ func TestDockerThatHangsIsNotWaitedForForEver(t *testing.T) {
 	case err := <-failed:
 		require.Error(t, err)
 		require.False(t, errors.Is(err, lifecycle.ErrOutOfMemory))
-	case <-time.After(patience):
+	case <-time.After(lifecycletest.Patience):
 		require.FailNow(t, "it waits still")
 	}
 }

@@ -1,7 +1,6 @@
 package docker_test
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"net"
@@ -13,19 +12,16 @@ import (
 	"testing"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/docker"
 	_ "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
-
-// patience is far longer than anything here takes.
-const patience = 20 * time.Second
 
 const (
 	name = "llama"
@@ -54,10 +50,7 @@ func newEngine(t *testing.T) *engine {
 	e := &engine{version: "1.47", answers: map[string]http.HandlerFunc{}, events: map[chan string]bool{}}
 	e.state = map[string]any{"Status": "created", "Running": false, "Paused": false, "Restarting": false, "OOMKilled": false, "Dead": false,
 		"Pid": 0, "ExitCode": 0, "Error": "", "StartedAt": "0001-01-01T00:00:00Z", "FinishedAt": "0001-01-01T00:00:00Z"}
-	reserved, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	e.address = reserved.Addr().String()
-	require.NoError(t, reserved.Close())
+	e.address = lifecycletest.FreeAddress(t)
 	e.serve(t, filepath.Join(t.TempDir(), "docker.sock"))
 	t.Cleanup(func() {
 		e.Close()
@@ -235,7 +228,7 @@ func (e *engine) listeners() int {
 // heard waits until somebody listens to the events.
 func (e *engine) heard(t *testing.T) {
 	t.Helper()
-	require.Eventually(t, func() bool { return e.listeners() > 0 }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return e.listeners() > 0 }, lifecycletest.Patience, time.Millisecond)
 }
 
 // open makes a driver of the engine's container with further fields of JSON.
@@ -246,32 +239,10 @@ func (e *engine) open(t *testing.T, fields string) (lifecycle.Supervisor, chan s
 
 func open(t *testing.T, config, address string) (lifecycle.Supervisor, chan string) {
 	t.Helper()
-	l, err := provision(t, config)
-	require.NoError(t, err)
-	died := make(chan string, 16)
-	d, err := l.Open(lifecycle.Deps{Consumer: "mvoice", Upstream: address, ProbeTimeout: patience, UnloadTimeout: patience, Died: func(detail string) { died <- detail }})
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, d.Close()) })
-	return d.(lifecycle.Supervisor), died
+	return lifecycletest.Open(t, new(docker.Lifecycle), config, address)
 }
 
-// provision reads a configuration as Caddy does.
 func provision(t *testing.T, config string) (*docker.Lifecycle, error) {
 	t.Helper()
-	l := new(docker.Lifecycle)
-	require.NoError(t, caddy.StrictUnmarshalJSON([]byte(config), l))
-	ctx, cancel := caddy.NewContext(caddy.Context{Context: context.Background()})
-	t.Cleanup(cancel)
-	return l, l.Provision(ctx)
-}
-
-func death(t *testing.T, died chan string) string {
-	t.Helper()
-	select {
-	case detail := <-died:
-		return detail
-	case <-time.After(patience):
-		require.FailNow(t, "its death was not noticed")
-		return ""
-	}
+	return lifecycletest.Provision(t, new(docker.Lifecycle), config)
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os/user"
 	"strings"
 
 	"github.com/containerd/errdefs"
@@ -27,7 +26,7 @@ func (s *settings) explained(err error, doing string) error {
 			"and POST /containers/%s/start and /stop (%s)", what, s.host, s.container, s.container, said)
 	case client.IsErrConnectionFailed(err) && strings.Contains(said, "permission denied"):
 		return fmt.Errorf("%s: %s may not speak to Docker at %s: put that user into the group that owns the socket (`usermod -aG docker USER`, "+
-			"which is as good as root), or set `host` to a socket proxy that allows only start and stop (%s)", what, whoAmI(), s.host, said)
+			"which is as good as root), or set `host` to a socket proxy that allows only start and stop (%s)", what, supervised.WhoAmI(), s.host, said)
 	case client.IsErrConnectionFailed(err):
 		return fmt.Errorf("%s: no Docker at %s: is it running, and is `host` right? (%s)", what, s.host, said)
 	}
@@ -37,12 +36,4 @@ func (s *settings) explained(err error, doing string) error {
 // paused is what is said of a container that somebody has paused.
 func (s *settings) paused() error {
 	return fmt.Errorf("container %s is paused, not by the broker: it can't answer, and keeps its GPU memory: `docker unpause %s`, or `docker stop %s`", s.container, s.container, s.container)
-}
-
-func whoAmI() string {
-	u, err := user.Current()
-	if err != nil {
-		return "Caddy's user"
-	}
-	return "user " + u.Username
 }

@@ -3,8 +3,7 @@
 package docker
 
 import (
-	"crypto/sha256"
-	"encoding/hex"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -16,9 +15,8 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
-	"go.uber.org/zap"
 
-	"github.com/gpu-broker/caddy-gpu-broker/internal/supervised"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/placeholders"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/supervise"
 )
@@ -59,8 +57,10 @@ type Lifecycle struct {
 	// How the server is spoken to while it runs. Default: `http` without routes, which waits until `upstream` takes a connection.
 	Server json.RawMessage `json:"server,omitempty" caddy:"namespace=gpu_broker.lifecycles inline_key=protocol"`
 
-	settings settings        // by Provision
-	routes   lifecycle.Guest // by Provision
+	// By Provision.
+	settings settings
+	values   placeholders.Values
+	routes   lifecycle.Guest
 }
 
 // settings are what the configuration comes to.
@@ -96,28 +96,21 @@ func (l *Lifecycle) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 			return d.Errf("docker: %s is given twice", option)
 		}
 		seen[option] = true
-		var value string
-		switch option {
-		case "host", "signal", "grace":
-			if !d.AllArgs(&value) {
-				return d.Errf("docker: %s takes one value", option)
-			}
-		case "pause", "unpause":
+		var grace string
+		field, known := map[string]*string{"host": &l.Host, "signal": &l.Signal, "grace": &grace}[option]
+		switch {
+		case option == "pause" || option == "unpause":
 			return d.Errf("docker: %s is not offered: a paused container keeps its GPU memory. Leave it out: the container is stopped", option)
-		default:
+		case !known:
 			return d.Errf("docker: unknown option %q: there are host, signal and grace", option)
-		}
-		switch option {
-		case "host":
-			l.Host = value
-		case "signal":
-			l.Signal = value
-		case "grace":
-			grace, err := caddy.ParseDuration(value)
+		case !d.AllArgs(field):
+			return d.Errf("docker: %s takes one value", option)
+		case option == "grace":
+			parsed, err := caddy.ParseDuration(grace)
 			if err != nil {
-				return d.Errf("docker: grace %q is no duration: write for example 10s", value)
+				return d.Errf("docker: grace %q is no duration: write for example 10s", grace)
 			}
-			l.Grace = (*caddy.Duration)(&grace)
+			l.Grace = (*caddy.Duration)(&parsed)
 		}
 	}
 	return nil
@@ -131,6 +124,7 @@ var (
 
 // Provision checks the configuration and loads the routes. It connects to nothing.
 func (l *Lifecycle) Provision(ctx caddy.Context) error {
+	l.values = placeholders.Values{}
 	s, err := l.settle()
 	if err != nil {
 		return err
@@ -150,19 +144,16 @@ func (l *Lifecycle) settle() (settings, error) {
 	}
 	s := settings{signal: l.Signal, grace: defaultGrace}
 	var err error
-	if s.container, err = supervised.Expand("docker", "container", l.Container); err != nil {
+	if s.container, err = l.values.Read("lifecycle docker: container", l.Container); err != nil {
 		faults = append(faults, err)
 	} else if !containerName.MatchString(s.container) || len(s.container) > 255 {
-		fault("container %q is no name of a container: want one such as llama, or an ID", s.container)
+		fault("container %q is no name of a container: want one such as llama, or an ID", l.Container)
 	}
-	host := l.Host
-	if host == "" {
-		host = defaultHost
-	}
-	if s.host, err = supervised.Expand("docker", "host", host); err != nil {
+	host := cmp.Or(l.Host, defaultHost)
+	if s.host, err = l.values.Read("lifecycle docker: host", host); err != nil {
 		faults = append(faults, err)
 	} else if !isHost(s.host) {
-		fault("host %q: want unix:///PATH or tcp://HOST:PORT", s.host)
+		fault("host %q: want unix:///PATH or tcp://HOST:PORT", host)
 	}
 	if s.signal != "" && !signalName.MatchString(s.signal) {
 		fault("signal %q is no signal: want one such as SIGTERM", s.signal)
@@ -192,19 +183,13 @@ func (l *Lifecycle) Open(deps lifecycle.Deps) (lifecycle.Driver, error) {
 	if deps.Upstream == "" {
 		return nil, fmt.Errorf("consumer %s: lifecycle docker does not know where container %s listens: add `upstream host:port`", deps.Consumer, l.settings.container)
 	}
-	if deps.UnloadTimeout <= 0 {
-		deps.UnloadTimeout = 30 * time.Second
-	}
-	if deps.Logger == nil {
-		deps.Logger = zap.NewNop()
-	}
+	deps = deps.WithDefaults()
 	return supervise.New(newMeans(l.settings, deps), l.routes, deps)
 }
 
 // Fingerprint differs where the values of the placeholders do.
 func (l *Lifecycle) Fingerprint() string {
-	sum := sha256.Sum256([]byte(l.settings.container + "\x00" + l.settings.host))
-	return hex.EncodeToString(sum[:]) + supervise.Fingerprint(l.routes)
+	return l.values.Fingerprint() + supervise.Fingerprint(l.routes)
 }
 
 // Interface guards.

@@ -2,7 +2,6 @@ package docker
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -31,12 +30,9 @@ const (
 	signalVersion = "1.42"
 )
 
-var errClosed = errors.New("the configuration that it belongs to is gone")
-
 // means starts and stops one container.
 type means struct {
 	settings
-	upstream string
 	patience time.Duration // for the stop at the end
 	log      *zap.Logger
 
@@ -60,7 +56,7 @@ type means struct {
 
 func newMeans(s settings, deps lifecycle.Deps) *means {
 	m := &means{
-		settings: s, upstream: deps.Upstream,
+		settings: s,
 		patience: max(deps.UnloadTimeout, s.grace+callTime),
 		log:      deps.Logger.With(zap.String("container", s.container)),
 		turn:     make(chan struct{}, 1),
@@ -71,17 +67,17 @@ func newMeans(s settings, deps lifecycle.Deps) *means {
 
 // Start asks Docker to start the container unless it runs. Which GPUs it has is
 // decided when it is made, so those of the target are not its affair.
-func (m *means) Start(ctx context.Context, _ lifecycle.Target) (string, error) {
+func (m *means) Start(ctx context.Context, _ lifecycle.Target) error {
 	v, api, err := m.look(ctx)
 	switch {
 	case err != nil:
-		return "", err
+		return err
 	case v.state.Paused:
-		return "", m.paused()
+		return m.paused()
 	case v.alive():
-		return m.upstream, nil
+		return nil
 	case m.signal != "" && versions.LessThan(api.ClientVersion(), signalVersion):
-		return "", fmt.Errorf("container %s: this Docker speaks version %s of its API, and `signal` needs %s (Docker 23): leave it out, "+
+		return fmt.Errorf("container %s: this Docker speaks version %s of its API, and `signal` needs %s (Docker 23): leave it out, "+
 			"and make the container with --stop-signal %s", m.container, api.ClientVersion(), signalVersion, m.signal)
 	}
 	m.record.Asking()
@@ -89,16 +85,16 @@ func (m *means) Start(ctx context.Context, _ lifecycle.Target) (string, error) {
 		if ctx.Err() == nil {
 			m.record.Answered() // it was refused
 		}
-		return "", m.explained(err, "starting")
+		return m.explained(err, "starting")
 	}
 	if v, _, err = m.look(ctx); err != nil {
-		return "", err
+		return err
 	}
 	m.record.Answered()
 	if !v.alive() {
-		return "", fmt.Errorf("container %s ended as soon as it was started: %s; see `docker logs %s`", m.container, v.end(), m.container)
+		return fmt.Errorf("container %s ended as soon as it was started: %s; see `docker logs %s`", m.container, v.end(), m.container)
 	}
-	return m.upstream, nil
+	return nil
 }
 
 // Stop asks Docker to stop the container, and returns once it did.
@@ -126,18 +122,19 @@ func (m *means) Stop(ctx context.Context) error {
 }
 
 // Running asks Docker. A paused container is an error: it would not answer, and can't give its memory back.
-func (m *means) Running(ctx context.Context) (bool, string, error) {
+func (m *means) Running(ctx context.Context) (bool, error) {
 	v, _, err := m.look(ctx)
 	if err != nil {
-		return false, "", err
+		return false, err
 	}
 	if v.state.Paused {
-		return false, "", m.paused()
+		return false, m.paused()
 	}
-	return m.record.Runs(), m.upstream, nil
+	return m.record.Runs(), nil
 }
 
-func (m *means) Ended() <-chan struct{} { return m.record.Ended() }
+// Latest does not tell where it listens: the consumer must.
+func (m *means) Latest() (ended <-chan struct{}, upstream string) { return m.record.Ended(), "" }
 
 func (m *means) Why() string { return m.record.Why() }
 
@@ -152,7 +149,7 @@ func (m *means) Owns(pid int) bool {
 
 func (m *means) State() lifecycle.State {
 	s := m.record.State()
-	s.Container, s.Address = m.container, m.upstream
+	s.Container = m.container
 	return s
 }
 
@@ -175,7 +172,7 @@ func (m *means) Close() error {
 // connect returns a client that has agreed on a version with Docker. The caller has the turn.
 func (m *means) connect(ctx context.Context) (*client.Client, error) {
 	if m.closed {
-		return nil, errClosed
+		return nil, supervise.ErrClosed
 	}
 	if m.api != nil {
 		return m.api, nil

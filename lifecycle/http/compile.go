@@ -1,11 +1,8 @@
 package httplife
 
 import (
-	"crypto/sha256"
-	"encoding/hex"
 	"errors"
 	"fmt"
-	"maps"
 	"net/http"
 	"net/url"
 	"slices"
@@ -13,10 +10,10 @@ import (
 	"strings"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
 	"golang.org/x/net/http/httpguts"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/placeholders"
 )
 
 // plan is a checked configuration with its placeholders read. It does not
@@ -107,9 +104,8 @@ func (r *route) request(upstream string, item any) (*http.Request, error) {
 type compiler struct {
 	faults []error
 	shared http.Header
-	repl   *caddy.Replacer
 	secret secretSet
-	values map[string]string // of the placeholders
+	values placeholders.Values
 }
 
 func (c *compiler) fault(format string, args ...any) {
@@ -117,7 +113,7 @@ func (c *compiler) fault(format string, args ...any) {
 }
 
 func compile(l *Lifecycle) (*plan, error) {
-	c := &compiler{repl: caddy.NewReplacer(), values: map[string]string{}}
+	c := &compiler{values: placeholders.Values{}}
 	c.shared = c.headers("header", l.Header)
 	p := &plan{
 		health:    c.route("health", l.Health, http.MethodGet),
@@ -141,16 +137,8 @@ func compile(l *Lifecycle) (*plan, error) {
 		return nil, errors.Join(c.faults...)
 	}
 	p.secrets = c.secret.redactor()
-	p.fingerprint = fingerprint(c.values)
+	p.fingerprint = c.values.Fingerprint()
 	return p, nil
-}
-
-func fingerprint(values map[string]string) string {
-	h := sha256.New()
-	for _, key := range slices.Sorted(maps.Keys(values)) {
-		_, _ = fmt.Fprintf(h, "%q=%q\n", key, values[key])
-	}
-	return hex.EncodeToString(h.Sum(nil))
 }
 
 func (c *compiler) route(kind string, in *Route, defaultMethod string) *route {

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	httplife "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
 )
@@ -195,7 +196,7 @@ func TestSecretsAreNeverShown(t *testing.T) {
 		check(t, "load", err.Error())
 		assert.ErrorContains(t, err, "you said [redacted] with [redacted], session [redacted], password [redacted]")
 	})
-	t.Run("refused", func(t *testing.T) { all(t, nobody(t), patience) })
+	t.Run("refused", func(t *testing.T) { all(t, lifecycletest.FreeAddress(t), patience) })
 	t.Run("timed out", func(t *testing.T) {
 		f := newFake(t)
 		for _, route := range []string{"GET /health", "POST /load", "POST /unload/k3y-in-path/x", "GET /busy"} {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"io"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -12,10 +11,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	httplife "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
 )
@@ -28,12 +27,9 @@ const (
 	prompt   = 2 * time.Second
 )
 
-// provision reads a configuration as Caddy does.
 func provision(t *testing.T, config string) (*httplife.Lifecycle, error) {
 	t.Helper()
-	l := new(httplife.Lifecycle)
-	require.NoError(t, caddy.StrictUnmarshalJSON([]byte(config), l))
-	return l, l.Provision(caddy.Context{})
+	return lifecycletest.Provision(t, new(httplife.Lifecycle), config)
 }
 
 // open makes a driver of config for upstream; adjust may change what it gets.
@@ -147,15 +143,6 @@ func inTurn(bodies ...string) http.HandlerFunc {
 		mu.Unlock()
 		_, _ = io.WriteString(w, body)
 	}
-}
-
-// nobody is an address at which nothing listens.
-func nobody(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	require.NoError(t, l.Close())
-	return l.Addr().String()
 }
 
 // endsWithContext runs do, ends its context once the server has been reached, and wants it back at once.

@@ -8,10 +8,8 @@ import (
 	"fmt"
 	"net"
 	"net/http"
-	"time"
 
 	"github.com/caddyserver/caddy/v2"
-	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
@@ -176,16 +174,7 @@ func (l *Lifecycle) Open(deps lifecycle.Deps) (lifecycle.Driver, error) {
 			return nil, fmt.Errorf("consumer %s: upstream %q is not host:port", deps.Consumer, deps.Upstream)
 		}
 	}
-	if deps.ProbeTimeout <= 0 {
-		deps.ProbeTimeout = 2 * time.Second
-	}
-	if deps.UnloadTimeout <= 0 {
-		deps.UnloadTimeout = 30 * time.Second
-	}
-	if deps.Logger == nil {
-		deps.Logger = zap.NewNop()
-	}
-	return newDriver(l.plan, deps), nil
+	return newDriver(l.plan, deps.WithDefaults()), nil
 }
 
 // Fingerprint differs where the values of the placeholders do.

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
@@ -89,7 +90,7 @@ func TestLoadFailsWhereItsRouteDoes(t *testing.T) {
 }
 
 func TestLoadTellsRefused(t *testing.T) {
-	assert.ErrorIs(t, open(t, loadConfig, nobody(t)).Load(t.Context(), lifecycle.Target{}), lifecycle.ErrRefused)
+	assert.ErrorIs(t, open(t, loadConfig, lifecycletest.FreeAddress(t)).Load(t.Context(), lifecycle.Target{}), lifecycle.ErrRefused)
 }
 
 func TestLoadTellsThatTheServerWentAwayAfterItsRouteAnswered(t *testing.T) {

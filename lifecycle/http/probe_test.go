@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
@@ -22,7 +23,7 @@ func TestWithoutHealthRouteAnOpenPortIsHealthy(t *testing.T) {
 	assert.Equal(t, lifecycle.Traits{Health: true}, d.Traits())
 	assert.Equal(t, lifecycle.Report{Outcome: lifecycle.Answered, Resident: -1}, d.Probe(t.Context()))
 
-	report := open(t, `{}`, nobody(t)).Probe(t.Context())
+	report := open(t, `{}`, lifecycletest.FreeAddress(t)).Probe(t.Context())
 	assert.Equal(t, lifecycle.Refused, report.Outcome)
 	assert.Contains(t, report.Detail, "connection refused")
 }
@@ -83,7 +84,7 @@ func TestHealthOutcomes(t *testing.T) {
 }
 
 func TestHealthRouteRefusedByNobody(t *testing.T) {
-	report := open(t, `{"health":{"path":"/health"}}`, nobody(t)).Probe(t.Context())
+	report := open(t, `{"health":{"path":"/health"}}`, lifecycletest.FreeAddress(t)).Probe(t.Context())
 	assert.Equal(t, lifecycle.Refused, report.Outcome)
 	assert.Contains(t, report.Detail, "does the server run at 127.0.0.1:")
 }

@@ -15,8 +15,9 @@ func (d *driver) Restarted() {
 }
 
 // Redactor returns what hides these values in a text, in the forms in which a
-// server may write them. Very short ones are not hidden: half of the text would be.
-func Redactor(values []string) func(string) string {
+// server may write them, and the length of the longest of these, in bytes. Very
+// short ones are not hidden: half of the text would be.
+func Redactor(values []string) (hide func(string) string, longest int) {
 	var secret secretSet
 	for _, v := range values {
 		secret.addPart(v)
@@ -24,5 +25,8 @@ func Redactor(values []string) func(string) string {
 			secret.addPart(strings.TrimSpace(line))
 		}
 	}
-	return secret.redactor().replacer.Replace
+	for form := range secret {
+		longest = max(longest, len(form))
+	}
+	return secret.redactor().replacer.Replace, longest
 }

@@ -54,14 +54,12 @@ func (c *compiler) text(where, in string, kind textKind, items ...string) text {
 		case key == modelItem:
 			c.fault("%s has {model}, which is known only in the path and body of load, unload and busy", where)
 		default:
-			// Caddy's error names the placeholder, never its value.
-			value, err := c.repl.ReplaceOrErr(key, true, true)
+			value, err := c.values.Read(where, key)
 			if err != nil {
-				c.fault("%s: %w: set it, or correct its name", where, err)
+				c.faults = append(c.faults, err)
 				return
 			}
 			c.secret.addValue(value)
-			c.values[key] = value
 			if kind == jsonText && scan.quoted {
 				value = jsonInside(value)
 			}

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
@@ -85,9 +86,9 @@ func TestUnloadAcceptsTheListedStatuses(t *testing.T) {
 }
 
 func TestUnloadTellsRefused(t *testing.T) {
-	_, err := open(t, unloadConfig, nobody(t)).Unload(t.Context(), lifecycle.Target{})
+	_, err := open(t, unloadConfig, lifecycletest.FreeAddress(t)).Unload(t.Context(), lifecycle.Target{})
 	assert.ErrorIs(t, err, lifecycle.ErrRefused)
-	_, err = open(t, ollamaLike, nobody(t)).Unload(t.Context(), lifecycle.Target{})
+	_, err = open(t, ollamaLike, lifecycletest.FreeAddress(t)).Unload(t.Context(), lifecycle.Target{})
 	assert.ErrorIs(t, err, lifecycle.ErrRefused)
 }
 

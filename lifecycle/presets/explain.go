@@ -1,8 +1,12 @@
 package presets
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
+	"maps"
+	"net/http"
+	"slices"
 	"strings"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
@@ -42,7 +46,7 @@ func (p *Preset) Explain() ([]Row, error) {
 	add("running work", unloads[a.Unload])
 	add("models", models(a))
 	add("set", a.Set...)
-	add("health", inWords(l.Health, "its port takes a connection"))
+	add("health", inWords(l.Health, http.MethodGet, "its port takes a connection"))
 	add("residency", p.residency(&l))
 	add("load", p.load(&l))
 	add("unload", p.unload(&l))
@@ -101,7 +105,7 @@ func (p *Preset) residency(l *httplife.Lifecycle) string {
 	case r == nil:
 		return "can't be told: only the GPU's memory tells"
 	}
-	text := inWords(r, "")
+	text := inWords(r, http.MethodGet, "")
 	if r.Loaded != "" {
 		text += ", loaded if `" + r.Loaded + "`"
 	}
@@ -123,9 +127,9 @@ func (p *Preset) residency(l *httplife.Lifecycle) string {
 func (p *Preset) load(l *httplife.Lifecycle) string {
 	switch {
 	case l.Load != nil && p.About.NeedsProcess:
-		return "the start of its process, then " + inWords(l.Load, "")
+		return "the start of its process, then " + inWords(l.Load, http.MethodPost, "")
 	case l.Load != nil:
-		return inWords(l.Load, "")
+		return inWords(l.Load, http.MethodPost, "")
 	case p.About.NeedsProcess:
 		return "the start of its process"
 	default:
@@ -137,13 +141,9 @@ func (p *Preset) unload(l *httplife.Lifecycle) string {
 	if l.Unload == nil {
 		return "the end of its process"
 	}
-	text := inWords(l.Unload, "")
+	text := inWords(l.Unload, http.MethodPost, "")
 	if each := l.Unload.ForEach; each != nil {
-		method := each.Method
-		if method == "" {
-			method = "GET"
-		}
-		text += fmt.Sprintf(", for each of `%s` in `%s %s`", each.Values, method, each.Path)
+		text += fmt.Sprintf(", for each of `%s` in `%s %s`", each.Values, cmp.Or(each.Method, http.MethodGet), each.Path)
 	}
 	return text
 }
@@ -155,23 +155,23 @@ func busy(l *httplife.Lifecycle) string {
 	case b == nil:
 		return "can't be told: only what goes through the broker is known"
 	case len(b.BusyMetrics) > 0:
-		return inWords(b, "") + ": " + strings.Join(quotedAll(b.BusyMetrics), " or ") + " above 0"
+		return inWords(b, http.MethodGet, "") + ": " + strings.Join(quotedAll(b.BusyMetrics), " or ") + " above 0"
 	default:
-		return inWords(b, "") + ", busy if `" + b.Busy + "`"
+		return inWords(b, http.MethodGet, "") + ", busy if `" + b.Busy + "`"
 	}
 }
 
-// inWords is a route, or none if there is no route.
-func inWords(r *httplife.Route, none string) string {
+// inWords is a route, or none if there is no route. method is that of a route that names none.
+func inWords(r *httplife.Route, method, none string) string {
 	if r == nil {
 		return none
 	}
-	text := "`" + r.Method + " " + r.Path + "`"
+	text := "`" + cmp.Or(r.Method, method) + " " + r.Path + "`"
 	if r.Body != "" {
 		text += " with `" + r.Body + "`"
 	}
-	for name, values := range r.Header {
-		text += fmt.Sprintf(" and `%s: %s`", name, strings.Join(values, ", "))
+	for _, name := range slices.Sorted(maps.Keys(r.Header)) {
+		text += fmt.Sprintf(" and `%s: %s`", name, strings.Join(r.Header[name], ", "))
 	}
 	var others []string
 	for _, status := range r.Accept {

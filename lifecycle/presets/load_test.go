@@ -35,6 +35,18 @@ func used(t *testing.T, name string) (*config.Consumer, error) {
 	return b.Consumers[0], err
 }
 
+func TestAFileIsExplainedWithWhatItLeavesToTheDefaults(t *testing.T) {
+	inFolder(t, map[string]string{"mine.json": `{"lifecycle":{"health":{"path":"/h"},"load":{"path":"/l","header":{"B":["2"],"A":["1"]}}}}`})
+	p, _, err := presets.Find("./mine.json")
+	require.NoError(t, err)
+	for range 20 { // a map has many orders
+		rows, err := p.Explain()
+		require.NoError(t, err)
+		assert.Contains(t, rows, presets.Row{Label: "health", Lines: []string{"`GET /h`"}})
+		assert.Contains(t, rows, presets.Row{Label: "load", Lines: []string{"`POST /l` and `A: 1` and `B: 2`"}})
+	}
+}
+
 func TestAFileIsAPreset(t *testing.T) {
 	inFolder(t, map[string]string{
 		"mine.json":      `{"about":{"title":"Mine","port":9000},"gpu_routes":["POST /x"],"lifecycle":{"unload":{"path":"/u"}}}`,

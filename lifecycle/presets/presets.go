@@ -86,15 +86,6 @@ func Names() []string {
 	return names
 }
 
-// Get returns the preset of that name, as part of a consumer. The caller may change what it gets.
-func Get(name string) (json.RawMessage, bool) {
-	p, err := builtIn(name)
-	if p == nil || err != nil {
-		return nil, false
-	}
-	return p.Consumer, true
-}
-
 // Describe tells what is known of the preset of that name.
 func Describe(name string) (About, bool) {
 	p, err := builtIn(name)

@@ -31,8 +31,8 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // read decodes a preset as strictly as Caddy decodes a configuration.
 func read(t *testing.T, name string) (config.Consumer, *httplife.Lifecycle) {
 	t.Helper()
-	data, ok := presets.Get(name)
-	require.True(t, ok)
+	data, _, err := presets.Load(name)
+	require.NoError(t, err)
 	var consumer config.Consumer
 	require.NoError(t, caddy.StrictUnmarshalJSON(data, &consumer))
 
@@ -68,8 +68,6 @@ func TestNames(t *testing.T) {
 		"sglang", "speaches", "tabbyapi", "tei", "textgen-webui", "tgi", "triton", "vllm", "whispercpp", "xinference", "xtts",
 	}, presets.Names())
 	for _, name := range []string{"nobody", "../presets/ollama", ""} {
-		_, ok := presets.Get(name)
-		assert.False(t, ok, name)
 		p, known, err := presets.Find(name)
 		if !presets.IsFile(name) {
 			assert.NoError(t, err)
@@ -80,10 +78,10 @@ func TestNames(t *testing.T) {
 }
 
 func TestAPresetCanBeChangedByItsReader(t *testing.T) {
-	first, _ := presets.Get("ollama")
+	first, _, _ := presets.Load("ollama")
 	kept := bytes.Clone(first)
 	clear(first)
-	second, _ := presets.Get("ollama")
+	second, _, _ := presets.Load("ollama")
 	assert.Equal(t, kept, []byte(second))
 }
 

@@ -1,8 +1,6 @@
 package process
 
 import (
-	"crypto/sha256"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"maps"
@@ -13,8 +11,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
-
+	"github.com/gpu-broker/caddy-gpu-broker/internal/placeholders"
 	httplife "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
 )
 
@@ -32,7 +29,7 @@ type plan struct {
 	grace       time.Duration
 	policy      policy
 	redact      func(string) string
-	longest     int    // of the values that are redacted, in bytes
+	longest     int    // of what is redacted, in bytes
 	fingerprint string // of the placeholders' values
 }
 
@@ -46,8 +43,7 @@ type account struct {
 // compiler collects faults and the values of placeholders while a configuration is read.
 type compiler struct {
 	faults []error
-	repl   *caddy.Replacer
-	values map[string]string // of Caddy's placeholders
+	values placeholders.Values // of Caddy's
 }
 
 func (c *compiler) fault(format string, args ...any) {
@@ -55,7 +51,7 @@ func (c *compiler) fault(format string, args ...any) {
 }
 
 func compile(l *Lifecycle) (*plan, error) {
-	c := &compiler{repl: caddy.NewReplacer(), values: map[string]string{}}
+	c := &compiler{values: placeholders.Values{}}
 	if err := supported(); err != nil {
 		c.faults = append(c.faults, err)
 	}
@@ -83,21 +79,9 @@ func compile(l *Lifecycle) (*plan, error) {
 	if len(c.faults) > 0 {
 		return nil, errors.Join(c.faults...)
 	}
-	secrets := slices.Collect(maps.Values(c.values))
-	p.redact = httplife.Redactor(secrets)
-	for _, s := range secrets {
-		p.longest = max(p.longest, len(s))
-	}
-	p.fingerprint = fingerprint(c.values)
+	p.redact, p.longest = httplife.Redactor(slices.Collect(maps.Values(c.values)))
+	p.fingerprint = c.values.Fingerprint()
 	return p, nil
-}
-
-func fingerprint(values map[string]string) string {
-	h := sha256.New()
-	for _, key := range slices.Sorted(maps.Keys(values)) {
-		_, _ = fmt.Fprintf(h, "%q=%q\n", key, values[key])
-	}
-	return hex.EncodeToString(h.Sum(nil))
 }
 
 func (c *compiler) ports(l *Lifecycle, p *plan) {

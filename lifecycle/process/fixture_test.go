@@ -11,12 +11,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/process"
 )
@@ -29,14 +29,9 @@ const (
 
 var whole = lifecycle.Target{}
 
-// provision reads a configuration as Caddy does.
 func provision(t *testing.T, config string) (*process.Lifecycle, error) {
 	t.Helper()
-	ctx, cancel := caddy.NewContext(caddy.Context{Context: context.Background()})
-	t.Cleanup(cancel)
-	l := new(process.Lifecycle)
-	require.NoError(t, caddy.StrictUnmarshalJSON([]byte(config), l))
-	return l, l.Provision(ctx)
+	return lifecycletest.Provision(t, new(process.Lifecycle), config)
 }
 
 // settings are a configuration of the lifecycle in JSON: the test's server

@@ -105,17 +105,12 @@ func (l *Lifecycle) Open(deps lifecycle.Deps) (lifecycle.Driver, error) {
 	if err != nil {
 		return nil, err
 	}
-	jobs, ok := s.(lifecycle.Jobs)
-	if !ok {
-		return nil, fmt.Errorf("consumer %s: %T follows no jobs", deps.Consumer, s)
-	}
-	return &driver{Supervisor: s, Jobs: jobs, policy: l.plan.policy}, nil
+	return &driver{s, l.plan.policy}, nil
 }
 
 // driver is a supervised server that knows whether it is to be started again.
 type driver struct {
-	lifecycle.Supervisor
-	lifecycle.Jobs
+	supervise.Driver
 	policy
 }
 
@@ -153,6 +148,5 @@ var (
 	_ caddy.Provisioner       = (*Lifecycle)(nil)
 	_ lifecycle.Guest         = (*Lifecycle)(nil)
 	_ lifecycle.Fingerprinter = (*Lifecycle)(nil)
-	_ lifecycle.Supervisor    = (*driver)(nil)
-	_ lifecycle.Jobs          = (*driver)(nil)
+	_ lifecycle.Restarter     = (*driver)(nil)
 )

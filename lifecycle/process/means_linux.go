@@ -44,9 +44,7 @@ type means struct {
 func supported() error { return nil }
 
 func newMeans(p *plan, deps lifecycle.Deps) (supervise.Means, error) {
-	if deps.Logger == nil {
-		deps.Logger = zap.NewNop()
-	}
+	deps = deps.WithDefaults()
 	switch {
 	case deps.Upstream == "" && !p.usesPort:
 		return nil, errors.New("nobody says where the server listens: write {gpu_broker.port} where its command takes the port, or give the consumer `upstream host:port`")
@@ -59,37 +57,37 @@ func newMeans(p *plan, deps lifecycle.Deps) (supervise.Means, error) {
 }
 
 // Start starts the process unless it runs.
-func (m *means) Start(ctx context.Context, t lifecycle.Target) (string, error) {
+func (m *means) Start(ctx context.Context, t lifecycle.Target) error {
 	select {
 	case m.turn <- struct{}{}:
 		defer func() { <-m.turn }()
 	case <-ctx.Done():
-		return "", ctx.Err()
+		return ctx.Err()
 	}
 	m.mu.Lock()
 	before, closed := m.now, m.closed
 	m.mu.Unlock()
 	switch {
 	case closed:
-		return "", errors.New("it is closed")
+		return supervise.ErrClosed
 	case before != nil && before.running():
-		return m.address(before), nil
+		return nil
 	case before != nil:
 		select {
 		case <-before.gone:
 		case <-ctx.Done():
-			return "", fmt.Errorf("process group %d, which ran before, is not gone yet (%w)", before.record.Leader.PID, ctx.Err())
+			return fmt.Errorf("process group %d, which ran before, is not gone yet (%w)", before.record.Leader.PID, ctx.Err())
 		}
 	}
 	if err := m.strangers(ctx); err != nil {
-		return "", err
+		return err
 	}
 	c, err := m.prepare(t)
 	if err != nil {
-		return "", err
+		return err
 	}
 	if err := c.start(); err != nil {
-		return "", m.explain(err)
+		return m.explain(err)
 	}
 	m.mu.Lock()
 	if before != nil {
@@ -99,7 +97,7 @@ func (m *means) Start(ctx context.Context, t lifecycle.Target) (string, error) {
 	m.starts++
 	m.mu.Unlock()
 	m.deps.Logger.Info("server started", zap.String("program", m.plan.shown), zap.Int("pid", c.cmd.Process.Pid), zap.String("address", m.address(c)))
-	return m.address(c), nil
+	return nil
 }
 
 // strangers looks for another who listens at the consumer's upstream: it would
@@ -188,19 +186,17 @@ func (m *means) Stop(ctx context.Context) error {
 }
 
 // Running says whether the process runs.
-func (m *means) Running(context.Context) (bool, string, error) {
-	if c := m.latest(); c != nil && c.running() {
-		return true, m.address(c), nil
-	}
-	return false, "", nil
+func (m *means) Running(context.Context) (bool, error) {
+	c := m.latest()
+	return c != nil && c.running(), nil
 }
 
-// Ended is closed when the latest process has ended.
-func (m *means) Ended() <-chan struct{} {
+// Latest tells the end of the latest process, and where it listens.
+func (m *means) Latest() (ended <-chan struct{}, upstream string) {
 	if c := m.latest(); c != nil {
-		return c.ended
+		return c.ended, m.address(c)
 	}
-	return nil
+	return nil, ""
 }
 
 // Why says how the latest process ended.

@@ -91,15 +91,16 @@ func (o *output) lines(stream string, r io.Reader) {
 // add takes in a line.
 func (o *output) add(stream string, raw []byte) {
 	text := o.redact(strings.ToValidUTF8(string(bytes.TrimRight(raw, " \t")), "?"))
-	if len(text) > maxLine {
-		text = strings.ToValidUTF8(text[:maxLine], "") + "…"
+	most := maxLine
+	if len(raw) == maxLine+o.longest { // it was cut, perhaps within a secret, and what is hidden before that has made it shorter
+		most = min(most, max(0, len(text)-o.longest))
 	}
 	text = strings.Map(func(r rune) rune {
 		if r == '\t' || unicode.IsPrint(r) {
 			return r
 		}
 		return -1 // what would move the cursor of who reads it
-	}, text)
+	}, shortened(text, most))
 	o.mu.Lock()
 	if len(o.kept) < lifecycle.MaxOutput {
 		o.kept = append(o.kept, text)
@@ -146,10 +147,14 @@ func (o *output) tellDropped() {
 func (o *output) lastLine() string {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if len(o.last) > maxLast {
-		return strings.ToValidUTF8(o.last[:maxLast], "") + "…"
+	return shortened(o.last, maxLast)
+}
+
+func shortened(text string, most int) string {
+	if len(text) > most {
+		return strings.ToValidUTF8(text[:most], "") + "…"
 	}
-	return o.last
+	return text
 }
 
 // tail is the last lines, oldest first.

@@ -65,8 +65,9 @@ func TestALogThatHangsDoesNotHoldTheServer(t *testing.T) {
 func TestSecretsAreHiddenInOutputLogAndErrors(t *testing.T) {
 	const secret = "s3cr3t-t0ken"
 	t.Setenv("TEST_TOKEN", secret)
-	// The second time it lies across the greatest length of a line.
-	say := "token " + secret + "\n" + strings.Repeat("y", 4090) + secret + "\n"
+	// The second time it lies across the greatest length of a line, and the third across what is read of one that
+	// is short once it is hidden there.
+	say := "token " + secret + "\n" + strings.Repeat("y", 4090) + secret + "\n" + strings.Repeat(secret+"..", 400) + "\n"
 	o := open(t, settings(onPort("-say", say, "-warn", secret+"\n", "-exit", "1", "--", "{env.TEST_TOKEN}")))
 	err := o.Load(within(t), whole)
 	require.ErrorContains(t, err, "exit status 1: ")
@@ -78,8 +79,15 @@ func TestSecretsAreHiddenInOutputLogAndErrors(t *testing.T) {
 	require.NotContains(t, shown, secret)
 	require.NotContains(t, shown, "s3cr3t")
 
+	// As JSON it is longer.
+	const odd = "0dd" + "\"\"\"\"\"\"\"\"\"\"\"\"\"\"\"\"" + "s3cr3t"
+	t.Setenv("TEST_TOKEN", odd)
+	o = open(t, settings(onPort("-say", strings.Repeat("y", 4090)+strings.ReplaceAll(odd, `"`, `\"`)+"\n", "{env.TEST_TOKEN}")))
+	o.load(t)
+	require.NotContains(t, o.output(t, "yyy", 1)[0], "0dd")
+
 	o = open(t, `{"command": ["/no/{env.TEST_TOKEN}", "{gpu_broker.port}"]}`)
 	err = o.Load(within(t), whole)
 	require.ErrorContains(t, err, "/no/{env.TEST_TOKEN} can't be started")
-	require.NotContains(t, err.Error(), secret)
+	require.NotContains(t, err.Error(), "s3cr3t")
 }

@@ -50,13 +50,11 @@ func (c *compiler) text(where, in string) text {
 		case strings.HasPrefix(key, "{gpu_broker."):
 			c.fault("%s: %s is unknown: there are %s", where, key, strings.Join(items, ", "))
 		default:
-			// Caddy's error names the placeholder, never its value.
-			value, err := c.repl.ReplaceOrErr(key, true, true)
+			value, err := c.values.Read(where, key)
 			if err != nil {
-				c.fault("%s: %w: set it, or correct its name", where, err)
+				c.faults = append(c.faults, err)
 				continue
 			}
-			c.values[key] = value
 			out = append(out, piece{literal: value})
 		}
 	}

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"time"
 
 	"go.uber.org/zap"
 
@@ -26,27 +25,27 @@ type driver struct {
 	cancel context.CancelFunc
 	// watches are the goroutines that wait for the end of a run.
 	watches sync.WaitGroup
+	// beginning is held while a run begins, which opens routes and touches files: mu is not, as requests wait for it.
+	beginning sync.Mutex
 
-	mu       sync.Mutex // guards what follows
+	mu       sync.Mutex // guards what follows; now, upstream and speaker change only under beginning
 	closed   bool
-	now      *run   // the latest run; nil: none yet
-	upstream string // where that listens
-	// speaker is the routes' driver for address.
-	speaker lifecycle.Driver
-	address string
+	now      *run             // the latest run; nil: none yet
+	upstream string           // where that listens
+	speaker  lifecycle.Driver // the routes', for upstream
+}
+
+// Driver is a Supervisor that follows jobs.
+type Driver interface {
+	lifecycle.Supervisor
+	lifecycle.Jobs
 }
 
 // New makes the driver of a server that means starts and stops. In between it
 // is spoken to by routes, a provisioned lifecycle such as http, wherever it
 // listens. New starts nothing and asks nobody.
-func New(means Means, routes lifecycle.Guest, deps lifecycle.Deps) (lifecycle.Supervisor, error) {
-	if deps.UnloadTimeout <= 0 {
-		deps.UnloadTimeout = 30 * time.Second
-	}
-	if deps.Logger == nil {
-		deps.Logger = zap.NewNop()
-	}
-	d := &driver{means: means, guest: routes, deps: deps, turn: make(chan struct{}, 1)}
+func New(means Means, routes lifecycle.Guest, deps lifecycle.Deps) (Driver, error) {
+	d := &driver{means: means, guest: routes, deps: deps.WithDefaults(), turn: make(chan struct{}, 1)}
 	// Traits do not depend on the address, which may be known only once it has started.
 	sample, err := d.open(cmp.Or(deps.Upstream, "localhost:0"))
 	if err != nil {
@@ -92,7 +91,7 @@ func (d *driver) Probe(ctx context.Context) lifecycle.Report {
 		return report
 	}
 	if r == nil {
-		report.Outcome, report.Loaded, report.Busy, report.Detail = lifecycle.Answered, lifecycle.No, lifecycle.No, "it does not run"
+		report.Outcome, report.Loaded, report.Detail = lifecycle.Answered, lifecycle.No, "it does not run"
 		report.Stopped = true
 		if d.routes.Models {
 			report.Models = []lifecycle.Model{}
@@ -108,7 +107,7 @@ func (d *driver) Probe(ctx context.Context) lifecycle.Report {
 
 // look asks whether the server runs: nil if it does not.
 func (d *driver) look(ctx context.Context) (*run, error) {
-	running, upstream, err := d.means.Running(ctx)
+	running, err := d.means.Running(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -116,7 +115,7 @@ func (d *driver) look(ctx context.Context) (*run, error) {
 		d.found()
 		return nil, nil
 	}
-	return d.adopt(upstream)
+	return d.current(false)
 }
 
 // Unload takes the mildest means that does it: the server's own route, else a
@@ -225,9 +224,3 @@ func (d *driver) State() lifecycle.State {
 func (d *driver) wrap(action string, err error) error {
 	return fmt.Errorf("consumer %s: %s: %w", d.deps.Consumer, action, err)
 }
-
-// Interface guards.
-var (
-	_ lifecycle.Supervisor = (*driver)(nil)
-	_ lifecycle.Jobs       = (*driver)(nil)
-)

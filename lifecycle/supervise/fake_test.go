@@ -12,10 +12,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	httplife "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/supervise"
@@ -49,19 +49,18 @@ type server struct {
 	closed  bool
 	// starting is called in a start, once.
 	starting func()
+	// looked is called once Running knows its answer, once.
+	looked func()
 }
 
 func newServer(t *testing.T) *server {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	require.NoError(t, l.Close())
-	s := &server{address: l.Addr().String(), on: map[string]http.HandlerFunc{}}
+	s := &server{address: lifecycletest.FreeAddress(t), on: map[string]http.HandlerFunc{}}
 	t.Cleanup(func() { s.end("the test is over") })
 	return s
 }
 
-func (s *server) Start(_ context.Context, t lifecycle.Target) (string, error) {
+func (s *server) Start(_ context.Context, t lifecycle.Target) error {
 	if f := s.starting; f != nil {
 		s.starting = nil
 		f()
@@ -69,18 +68,18 @@ func (s *server) Start(_ context.Context, t lifecycle.Target) (string, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.runs {
-		return s.address, nil
+		return nil
 	}
 	s.asked = append(s.asked, "start")
 	if s.failing.start != nil {
-		return "", s.failing.start
+		return s.failing.start
 	}
 	s.starts++
 	s.runs, s.ended, s.target = true, make(chan struct{}), t
 	if !s.mute {
 		s.listen()
 	}
-	return s.address, nil
+	return nil
 }
 
 // listen opens the port. The caller holds mu.
@@ -138,19 +137,24 @@ func (s *server) end(why string, output ...string) {
 	}
 }
 
-func (s *server) Running(context.Context) (bool, string, error) {
+func (s *server) Running(context.Context) (bool, error) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.runs, s.address, s.failing.running
+	runs, err := s.runs, s.failing.running
+	s.mu.Unlock()
+	if f := s.looked; f != nil {
+		s.looked = nil
+		f()
+	}
+	return runs, err
 }
 
-func (s *server) Ended() <-chan struct{} {
+func (s *server) Latest() (<-chan struct{}, string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.blind {
-		return nil
+		return nil, s.address
 	}
-	return s.ended
+	return s.ended, s.address
 }
 
 func (s *server) Why() string {
@@ -227,9 +231,8 @@ func (d died) once(t *testing.T) string {
 // open makes a supervisor of s with the routes that config tells.
 func open(t *testing.T, s supervise.Means, config string, adjust ...func(*lifecycle.Deps)) (lifecycle.Supervisor, died) {
 	t.Helper()
-	l := new(httplife.Lifecycle)
-	require.NoError(t, caddy.StrictUnmarshalJSON([]byte(config), l))
-	require.NoError(t, l.Provision(caddy.Context{}))
+	l, err := lifecycletest.Provision(t, new(httplife.Lifecycle), config)
+	require.NoError(t, err)
 	told := make(died, 10)
 	deps := lifecycle.Deps{Consumer: "qwen", ProbeTimeout: patience, UnloadTimeout: patience, Died: func(how string) { told <- how }}
 	for _, f := range adjust {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"testing"
+	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/stretchr/testify/require"
@@ -59,4 +60,39 @@ func (u unheardOf) Open(deps lifecycle.Deps) (lifecycle.Driver, error) {
 func TestAServerInsideAServerIsRefusedWhoeverStartsIt(t *testing.T) {
 	_, err := supervise.New(newServer(t), unheardOf{t}, lifecycle.Deps{Consumer: "qwen", Upstream: "127.0.0.1:1"})
 	require.ErrorContains(t, err, "consumer qwen: server: its lifecycle starts a server itself")
+}
+
+// slow are routes that take long to be opened for a server that runs, as on a disk that hangs.
+type slow struct {
+	lifecycle.Guest
+	opening, resume chan struct{}
+}
+
+func (s slow) Open(deps lifecycle.Deps) (lifecycle.Driver, error) {
+	if deps.Upstream != "localhost:0" {
+		close(s.opening)
+		<-s.resume
+	}
+	return s.Guest.Open(deps)
+}
+
+func TestRequestsDoNotWaitForRoutesThatAreOpened(t *testing.T) {
+	guest, err := routes(t, "")
+	require.NoError(t, err)
+	s := slow{guest, make(chan struct{}), make(chan struct{})}
+	d, err := supervise.New(newServer(t), s, lifecycle.Deps{Consumer: "qwen"})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, d.Close()) })
+	loaded := make(chan error, 1)
+	go func() { loaded <- d.Load(within(t, patience), whole) }()
+	<-s.opening
+	asked := make(chan string, 1)
+	go func() { asked <- d.Upstream() }()
+	select {
+	case <-asked:
+	case <-time.After(prompt):
+		t.Error("it waits for the routes")
+	}
+	close(s.resume)
+	require.NoError(t, <-loaded)
 }

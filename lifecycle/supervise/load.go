@@ -1,7 +1,6 @@
 package supervise
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -62,23 +61,22 @@ func (d *driver) start(ctx context.Context, t lifecycle.Target) (*run, error) {
 	}
 	d.settle()
 	if d.ctx.Err() != nil {
-		return nil, errClosed
+		return nil, ErrClosed
 	}
-	running, _, err := d.means.Running(ctx)
+	running, err := d.means.Running(ctx)
 	if err != nil {
 		return nil, err
 	}
 	if !running {
 		d.noteGone(ctx)
 	}
-	upstream, err := d.means.Start(ctx, t)
-	if err != nil {
+	if err := d.means.Start(ctx, t); err != nil {
 		if !running { // half a start may come true later
 			err = join(err, d.stopped(ctx, nil))
 		}
 		return nil, err
 	}
-	r, err := d.started(d.means.Ended(), cmp.Or(d.deps.Upstream, upstream), !running)
+	r, err := d.started(!running)
 	if err != nil && !running {
 		err = join(err, d.stopped(ctx, nil))
 	}
@@ -86,24 +84,18 @@ func (d *driver) start(ctx context.Context, t lifecycle.Target) (*run, error) {
 }
 
 // started is the run of the server that Start has returned. fresh: it did not run before.
-func (d *driver) started(ended <-chan struct{}, upstream string, fresh bool) (*run, error) {
-	d.supersede(ended, upstream)
+func (d *driver) started(fresh bool) (*run, error) {
+	r, err := d.current(fresh)
+	if err != nil {
+		return nil, err
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.closed {
-		return nil, errClosed
+		return nil, ErrClosed
 	}
-	if !d.continues(ended, upstream) {
-		if _, err := d.begin(ended, upstream); err != nil {
-			return nil, err
-		}
-		d.now.foreign = !fresh
-	} else if fresh { // a probe has seen it first
-		d.now.foreign = false
-	}
-	r := d.now
-	if s, ok := r.routes.(restarter); ok && fresh {
-		s.Restarted()
+	if fresh { // a probe may have seen it first
+		r.foreign = false
 	}
 	r.loads++
 	return r, nil
@@ -221,7 +213,7 @@ func (d *driver) stopped(ctx context.Context, only *run) error {
 // given says what was waited for when ctx ended.
 func (d *driver) given(ctx context.Context, what string) error {
 	if d.ctx.Err() != nil {
-		return errClosed
+		return ErrClosed
 	}
 	return fmt.Errorf("%s (%w)", what, ctx.Err())
 }

@@ -29,37 +29,37 @@ type run struct {
 // lateNews is how long after a server was found not to run its watch may still tell it.
 const lateNews = time.Second
 
-var (
-	errClosed    = errors.New("the configuration that it belongs to is gone")
-	errNoAddress = errors.New("nobody says where the server listens: give the consumer `upstream host:port`, or use {gpu_broker.port} in its command")
-)
+// ErrClosed says that the driver, or its means, is closed.
+var ErrClosed = errors.New("the configuration that it belongs to is gone")
 
-// adopt returns the run of the server that runs now and listens at upstream.
-// One that is not known yet was started by somebody else.
-func (d *driver) adopt(upstream string) (*run, error) {
-	ended, upstream := d.means.Ended(), cmp.Or(d.deps.Upstream, upstream)
-	d.supersede(ended, upstream)
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.continues(ended, upstream) {
-		return d.now, nil
-	}
-	r, err := d.begin(ended, upstream)
-	if err == nil {
-		r.foreign = true
-	}
-	return r, err
-}
+var errNoAddress = errors.New("nobody says where the server listens: give the consumer `upstream host:port`, or use {gpu_broker.port} in its command")
 
-// supersede ends the latest run if it is another that runs now.
-func (d *driver) supersede(ended <-chan struct{}, upstream string) {
+// current returns the run of the means' latest server. One that is not known yet
+// is a new one, foreign as long as nobody says that we have started it. fresh: it
+// is known that it has just started.
+func (d *driver) current(fresh bool) (*run, error) {
+	d.beginning.Lock()
+	defer d.beginning.Unlock()
+	ended, upstream := d.means.Latest()
+	upstream = cmp.Or(d.deps.Upstream, upstream)
 	d.mu.Lock()
 	r := d.now
-	over := r != nil && !d.continues(ended, upstream)
+	continues := d.continues(ended, upstream)
 	d.mu.Unlock()
-	if over {
-		d.end(r)
+	if !continues {
+		if r != nil {
+			d.end(r)
+			fresh = true
+		}
+		var err error
+		if r, err = d.begin(ended, upstream); err != nil {
+			return nil, err
+		}
 	}
+	if s, ok := r.routes.(restarter); ok && fresh {
+		s.Restarted()
+	}
+	return r, nil
 }
 
 // continues says whether the latest run goes on, and watches it if only now
@@ -98,27 +98,26 @@ func (d *driver) settle() {
 	d.end(r)
 }
 
-// begin makes a run the latest. The caller holds mu.
+// begin makes a run the latest. The caller holds beginning.
 func (d *driver) begin(ended <-chan struct{}, upstream string) (*run, error) {
 	if upstream == "" {
 		return nil, errNoAddress
 	}
-	if d.speaker == nil || d.address != upstream {
-		speaker, err := d.open(upstream)
-		if err != nil {
+	speaker := d.speaker
+	if speaker == nil || d.upstream != upstream {
+		var err error
+		if speaker, err = d.open(upstream); err != nil {
 			return nil, err
 		}
 		if d.speaker != nil {
 			_ = d.speaker.Close() // it has nothing that could be lost
 		}
-		d.speaker, d.address = speaker, upstream
 	}
-	if s, ok := d.speaker.(restarter); ok && d.now != nil {
-		s.Restarted()
-	}
-	r := &run{ended: ended, routes: d.speaker}
+	r := &run{ended: ended, routes: speaker, foreign: true}
 	r.ctx, r.finish = context.WithCancel(context.Background())
-	d.upstream = upstream
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.speaker, d.upstream = speaker, upstream
 	if d.closed {
 		r.finish()
 		return r, nil // of a server that outlives us: it is nobody's to watch

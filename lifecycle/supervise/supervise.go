@@ -12,14 +12,15 @@ import (
 // and return soon after ctx ends.
 type Means interface {
 	// Start starts the server unless it runs, and returns once it is started, though hardly ready: readiness is
-	// for the routes to tell. upstream is where it listens, host:port.
-	Start(ctx context.Context, t lifecycle.Target) (upstream string, err error)
+	// for the routes to tell.
+	Start(ctx context.Context, t lifecycle.Target) error
 	// Stop ends the server and all that it has started, and returns once nothing of it is left. One that does not run is no error.
 	Stop(ctx context.Context) error
 	// Running says whether it runs, asking whom there is to ask (systemd, Docker); an error: they did not answer.
-	Running(ctx context.Context) (running bool, upstream string, err error)
-	// Ended is closed when the server of the latest Start, or the one that Running found, has ended; nil: none runs, or nobody could tell.
-	Ended() <-chan struct{}
+	Running(ctx context.Context) (bool, error)
+	// Latest is the server of the latest Start, or the one that Running found. ended is closed when it has ended; nil:
+	// none runs, or nobody could tell. upstream is where it listens, host:port; empty: where the consumer says.
+	Latest() (ended <-chan struct{}, upstream string)
 	// Why says how the server of the latest start ended, for people: "exit status 1: last line of its output".
 	Why() string
 	// Owns and State are as in lifecycle.Supervisor.

@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
@@ -37,7 +38,7 @@ func TestTraitsAreTheMeansAndTheRoutes(t *testing.T) {
 func TestOneThatDoesNotRunIsWellAndNotLoaded(t *testing.T) {
 	s := newServer(t)
 	d, _ := open(t, s, models)
-	require.Equal(t, lifecycle.Report{Outcome: lifecycle.Answered, Loaded: lifecycle.No, Busy: lifecycle.No, Resident: -1,
+	require.Equal(t, lifecycle.Report{Outcome: lifecycle.Answered, Loaded: lifecycle.No, Resident: -1,
 		Models: []lifecycle.Model{}, Detail: "it does not run", Stopped: true}, d.Probe(t.Context()))
 	busy, err := d.Busy(t.Context(), whole)
 	require.NoError(t, err)
@@ -349,10 +350,24 @@ func TestAServerThatSomebodyElseStartedAnewHasDied(t *testing.T) {
 	require.Equal(t, "gone", told.once(t))
 }
 
+func TestAServerThatIsStartedAnewElsewhereWhileItIsLookedAtHasNotDied(t *testing.T) {
+	s := newServer(t)
+	d, told := open(t, s, plain)
+	require.NoError(t, d.Load(within(t, patience), whole))
+	s.looked = func() {
+		_, err := d.Unload(within(t, patience), whole)
+		require.NoError(t, err)
+		s.address = lifecycletest.FreeAddress(t)
+		require.NoError(t, d.Load(within(t, patience), whole))
+	}
+	require.Equal(t, lifecycle.Yes, d.Probe(t.Context()).Loaded)
+	require.Equal(t, s.address, d.Upstream())
+	told.none(t)
+}
+
 func TestOneThatRunsAlreadyIsFoundAndWatched(t *testing.T) {
 	s := newServer(t)
-	_, err := s.Start(t.Context(), whole)
-	require.NoError(t, err)
+	require.NoError(t, s.Start(t.Context(), whole))
 	d, told := open(t, s, plain)
 	require.False(t, d.Running(), "nobody has asked yet")
 	require.Equal(t, lifecycle.Yes, d.Probe(t.Context()).Loaded)

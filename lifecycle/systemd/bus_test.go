@@ -2,7 +2,6 @@ package systemd_test
 
 import (
 	"bufio"
-	"context"
 	"fmt"
 	"net"
 	"os"
@@ -13,20 +12,17 @@ import (
 	"testing"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
 	"github.com/godbus/dbus/v5"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	_ "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/systemd"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
-
-// patience is far longer than anything here takes.
-const patience = 20 * time.Second
 
 const (
 	unit     = "llama.service"
@@ -90,10 +86,7 @@ type pretender struct {
 
 func newPretender(t *testing.T) *pretender {
 	t.Helper()
-	reserved, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	p := &pretender{t: t, address: reserved.Addr().String(), service: map[string]dbus.Variant{}}
-	require.NoError(t, reserved.Close())
+	p := &pretender{t: t, address: lifecycletest.FreeAddress(t), service: map[string]dbus.Variant{}}
 	p.unit = variants(map[string]any{"LoadState": "loaded", "LoadError": []any{"", ""}, "ActiveState": "inactive", "SubState": "dead", "InvocationID": []byte{}})
 	p.start = func() (string, *dbus.Error) { p.run(); return "done", nil }
 	p.stop = func() (string, *dbus.Error) { p.end("inactive", "success", 2, 15); return "done", nil }
@@ -254,32 +247,10 @@ func (p *pretender) end(state, result string, code, status int32) {
 // open makes a driver of the unit.
 func (p *pretender) open() (lifecycle.Supervisor, chan string) {
 	p.t.Helper()
-	l, err := provision(p.t, `{"unit": "llama"}`)
-	require.NoError(p.t, err)
-	died := make(chan string, 16)
-	d, err := l.Open(lifecycle.Deps{Consumer: "mvoice", Upstream: p.address, ProbeTimeout: patience, UnloadTimeout: patience, Died: func(detail string) { died <- detail }})
-	require.NoError(p.t, err)
-	p.t.Cleanup(func() { require.NoError(p.t, d.Close()) })
-	return d.(lifecycle.Supervisor), died
+	return lifecycletest.Open(p.t, new(systemd.Lifecycle), `{"unit": "llama"}`, p.address)
 }
 
-// provision reads a configuration as Caddy does.
 func provision(t *testing.T, config string) (*systemd.Lifecycle, error) {
 	t.Helper()
-	l := new(systemd.Lifecycle)
-	require.NoError(t, caddy.StrictUnmarshalJSON([]byte(config), l))
-	ctx, cancel := caddy.NewContext(caddy.Context{Context: context.Background()})
-	t.Cleanup(cancel)
-	return l, l.Provision(ctx)
-}
-
-func death(t *testing.T, died chan string) string {
-	t.Helper()
-	select {
-	case detail := <-died:
-		return detail
-	case <-time.After(patience):
-		require.FailNow(t, "its death was not noticed")
-		return ""
-	}
+	return lifecycletest.Provision(t, new(systemd.Lifecycle), config)
 }

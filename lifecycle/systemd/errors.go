@@ -3,7 +3,6 @@ package systemd
 import (
 	"errors"
 	"fmt"
-	"os/user"
 
 	"github.com/godbus/dbus/v5"
 
@@ -47,7 +46,7 @@ func explained(err error, doing string, unit ref) error {
 	case "org.freedesktop.DBus.Error.AccessDenied", "org.freedesktop.DBus.Error.AuthFailed",
 		"org.freedesktop.DBus.Error.InteractiveAuthorizationRequired", "org.freedesktop.PolicyKit1.Error.NotAuthorized":
 		return fmt.Errorf("%s unit %s is not allowed to %s: polkit must grant the action %s for this unit: "+
-			"install packaging/polkit/50-gpu-broker.rules with the unit named in it, see docs/install.md, or use a unit of this user, with `user` (%s)", doing, unit, whoAmI(), action, said)
+			"install packaging/polkit/50-gpu-broker.rules with the unit named in it, see docs/install.md, or use a unit of this user, with `user` (%s)", doing, unit, supervised.WhoAmI(), action, said)
 	case "org.freedesktop.DBus.Error.ServiceUnknown", "org.freedesktop.DBus.Error.NameHasNoOwner", "org.freedesktop.DBus.Error.Spawn.ChildExited":
 		return fmt.Errorf("%s unit %s: systemd is not on this bus: does this host run it, and is it reached from in here? (%s)", doing, unit, said)
 	case "org.freedesktop.systemd1.NoSuchUnit":
@@ -56,14 +55,6 @@ func explained(err error, doing string, unit ref) error {
 		return fmt.Errorf("%s unit %s: it is masked: undo that with `%s` (%s)", doing, unit, unit.systemctl("unmask"), said)
 	}
 	return fmt.Errorf("%s unit %s: systemd answers %s: %s", doing, unit, fault.Name, said)
-}
-
-func whoAmI() string {
-	u, err := user.Current()
-	if err != nil {
-		return "Caddy's user"
-	}
-	return "user " + u.Username
 }
 
 // unloadable says why a unit can't be started, if it can't.

@@ -3,20 +3,16 @@
 package systemd
 
 import (
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"regexp"
 	"strings"
-	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
-	"go.uber.org/zap"
 
-	"github.com/gpu-broker/caddy-gpu-broker/internal/supervised"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/placeholders"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/supervise"
 )
@@ -50,8 +46,10 @@ type Lifecycle struct {
 	// How the server is spoken to while it runs. Default: `http` without routes, which waits until `upstream` takes a connection.
 	Server json.RawMessage `json:"server,omitempty" caddy:"namespace=gpu_broker.lifecycles inline_key=protocol"`
 
-	unit   string          // with its suffix; by Provision
-	routes lifecycle.Guest // by Provision
+	// By Provision.
+	unit   string // with its suffix
+	values placeholders.Values
+	routes lifecycle.Guest
 }
 
 // CaddyModule returns the Caddy module information.
@@ -99,12 +97,13 @@ var suffix = regexp.MustCompile(`\.(target|socket|timer|mount|automount|swap|pat
 
 // Provision checks the configuration and loads the routes. It connects to nothing.
 func (l *Lifecycle) Provision(ctx caddy.Context) error {
-	unit, err := supervised.Expand("systemd", "unit", l.Unit)
+	l.values = placeholders.Values{}
+	unit, err := l.values.Read("lifecycle systemd: unit", l.Unit)
 	if err != nil {
 		return err
 	}
 	if other := suffix.FindString(unit); other != "" {
-		return fmt.Errorf("lifecycle systemd: unit %q is a %s: want a service, such as llama.service", unit, other[1:])
+		return fmt.Errorf("lifecycle systemd: unit %q is a %s: want a service, such as llama.service", l.Unit, other[1:])
 	}
 	if !strings.HasSuffix(unit, ".service") {
 		unit += ".service"
@@ -127,19 +126,13 @@ func (l *Lifecycle) Open(deps lifecycle.Deps) (lifecycle.Driver, error) {
 	if deps.Upstream == "" {
 		return nil, fmt.Errorf("consumer %s: lifecycle systemd can't tell where unit %s listens: add `upstream host:port`", deps.Consumer, l.unit)
 	}
-	if deps.UnloadTimeout <= 0 {
-		deps.UnloadTimeout = 30 * time.Second
-	}
-	if deps.Logger == nil {
-		deps.Logger = zap.NewNop()
-	}
+	deps = deps.WithDefaults()
 	return supervise.New(newMeans(ref{l.unit, l.User}, deps), l.routes, deps)
 }
 
 // Fingerprint differs where the values of the placeholders do.
 func (l *Lifecycle) Fingerprint() string {
-	sum := sha256.Sum256([]byte(l.unit))
-	return hex.EncodeToString(sum[:]) + supervise.Fingerprint(l.routes)
+	return l.values.Fingerprint() + supervise.Fingerprint(l.routes)
 }
 
 // Interface guards.

@@ -21,12 +21,9 @@ const (
 	lastRedial  = 5 * time.Second
 )
 
-var errClosed = errors.New("the configuration that it belongs to is gone")
-
 // means starts and stops one unit.
 type means struct {
 	unit     ref
-	upstream string
 	patience time.Duration // for the stop at the end
 	log      *zap.Logger
 
@@ -51,7 +48,7 @@ type means struct {
 
 func newMeans(unit ref, deps lifecycle.Deps) *means {
 	m := &means{
-		unit: unit, upstream: deps.Upstream, patience: deps.UnloadTimeout,
+		unit: unit, patience: deps.UnloadTimeout,
 		log:  deps.Logger.With(zap.Stringer("unit", unit)),
 		turn: make(chan struct{}, 1),
 	}
@@ -61,21 +58,21 @@ func newMeans(unit ref, deps lifecycle.Deps) *means {
 
 // Start asks systemd to start the unit unless it runs, and waits until it says
 // that it did. The GPUs of the target are the unit's own affair.
-func (m *means) Start(ctx context.Context, _ lifecycle.Target) (string, error) {
+func (m *means) Start(ctx context.Context, _ lifecycle.Target) error {
 	s, v, err := m.look(ctx, true)
 	if err != nil {
-		return "", err
+		return err
 	}
 	if v.active == "active" || v.active == "reloading" {
-		return m.upstream, nil
+		return nil
 	}
 	if err := v.unloadable(m.unit); err != nil {
-		return "", err
+		return err
 	}
 	before := v.run
 	if v.waits() { // a start would wait with it, until RestartSec= is over
 		if _, err := s.job(ctx, "StopUnit", m.unit.name); err != nil {
-			return "", explained(err, "stopping", m.unit)
+			return explained(err, "stopping", m.unit)
 		}
 	}
 	m.record.Asking()
@@ -85,23 +82,23 @@ func (m *means) Start(ctx context.Context, _ lifecycle.Target) (string, error) {
 		if errors.As(err, &refused) {
 			m.record.Answered()
 		}
-		return "", explained(err, "starting", m.unit)
+		return explained(err, "starting", m.unit)
 	}
 	_, v, err = m.look(ctx, true)
 	if err != nil {
-		return "", err
+		return err
 	}
 	m.record.Answered()
 	if result == "failed" && v.run == before {
-		return "", fmt.Errorf("unit %s: systemd did not even try to start it: was it started too often of late? Write StartLimitIntervalSec=0 into the unit, and `%s`", m.unit, m.unit.systemctl("reset-failed"))
+		return fmt.Errorf("unit %s: systemd did not even try to start it: was it started too often of late? Write StartLimitIntervalSec=0 into the unit, and `%s`", m.unit, m.unit.systemctl("reset-failed"))
 	}
 	if err := came(result, "starting", m.unit, &v); err != nil {
-		return "", err
+		return err
 	}
 	if !m.record.Runs() {
-		return "", fmt.Errorf("unit %s ended as soon as it was started: %s, or a Condition…= in the unit is not met; see `%s`", m.unit, v.end, m.unit.journal())
+		return fmt.Errorf("unit %s ended as soon as it was started: %s, or a Condition…= in the unit is not met; see `%s`", m.unit, v.end, m.unit.journal())
 	}
-	return m.upstream, nil
+	return nil
 }
 
 // Stop asks systemd to stop the unit, and returns once it did.
@@ -135,14 +132,15 @@ func (m *means) Stop(ctx context.Context) error {
 }
 
 // Running asks systemd.
-func (m *means) Running(ctx context.Context) (bool, string, error) {
+func (m *means) Running(ctx context.Context) (bool, error) {
 	if _, _, err := m.look(ctx, false); err != nil {
-		return false, "", err
+		return false, err
 	}
-	return m.record.Runs(), m.upstream, nil
+	return m.record.Runs(), nil
 }
 
-func (m *means) Ended() <-chan struct{} { return m.record.Ended() }
+// Latest does not tell where it listens: the consumer must.
+func (m *means) Latest() (ended <-chan struct{}, upstream string) { return m.record.Ended(), "" }
 
 func (m *means) Why() string { return m.record.Why() }
 
@@ -157,7 +155,7 @@ func (m *means) lastGroup() string {
 
 func (m *means) State() lifecycle.State {
 	s := m.record.State()
-	s.Unit, s.Address = m.unit.name, m.upstream
+	s.Unit = m.unit.name
 	return s
 }
 
@@ -197,7 +195,7 @@ func (m *means) take(ctx context.Context) (context.Context, func(), error) {
 // connect dials unless the session stands. The caller has the turn.
 func (m *means) connect(ctx context.Context) (*session, error) {
 	if m.closed {
-		return nil, errClosed
+		return nil, supervise.ErrClosed
 	}
 	if m.session != nil && m.session.alive() {
 		return m.session, nil

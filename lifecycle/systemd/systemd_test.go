@@ -9,6 +9,7 @@ import (
 	"github.com/godbus/dbus/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
@@ -24,7 +25,7 @@ func TestLoadStartsAndUnloadStops(t *testing.T) {
 	require.Equal(t, unit, state.Unit)
 	require.Equal(t, 4711, state.PID)
 	require.Equal(t, 1, state.Starts)
-	require.WithinDuration(t, time.Now(), state.StartedAt, patience)
+	require.WithinDuration(t, time.Now(), state.StartedAt, lifecycletest.Patience)
 
 	confirmed, err := d.Unload(t.Context(), lifecycle.Target{})
 	require.NoError(t, err)
@@ -54,7 +55,7 @@ func TestDeathsAreToldWithTheirReason(t *testing.T) {
 			d, died := p.open()
 			require.NoError(t, d.Load(t.Context(), lifecycle.Target{}))
 			p.end(c.state, c.result, c.code, c.status)
-			require.Equal(t, c.want, death(t, died))
+			require.Equal(t, c.want, lifecycletest.Death(t, died))
 			require.False(t, d.Running())
 			require.Empty(t, died, "told once")
 		})
@@ -76,7 +77,7 @@ func TestReasonOutlivesTheUnit(t *testing.T) {
 	p.mu.Unlock()
 	p.emit(unitPath, "org.freedesktop.DBus.Properties.PropertiesChanged", iface+".Service",
 		variants(map[string]any{"ExecMainCode": int32(1), "ExecMainStatus": int32(7), "Result": "exit-code"}), []string{})
-	require.Equal(t, "exit status 7", death(t, died))
+	require.Equal(t, "exit status 7", lifecycletest.Death(t, died))
 }
 
 // With Restart=always and no pause the unit may never be seen dead.
@@ -86,7 +87,7 @@ func TestServerThatIsStartedAgainAtOnceHasDied(t *testing.T) {
 	d, died := p.open()
 	require.NoError(t, d.Load(t.Context(), lifecycle.Target{}))
 	p.run()
-	require.Contains(t, death(t, died), "started again")
+	require.Contains(t, lifecycletest.Death(t, died), "started again")
 	require.Equal(t, lifecycle.Yes, d.Probe(t.Context()).Loaded)
 	require.Equal(t, 1, d.State().Starts)
 	require.NoError(t, d.Close())
@@ -225,7 +226,7 @@ func TestDeathIsNoticedOverARestartOfDBus(t *testing.T) {
 	require.Empty(t, died)
 	b.start(t)
 	p.join()
-	require.Equal(t, "exit status 4", death(t, died))
+	require.Equal(t, "exit status 4", lifecycletest.Death(t, died))
 }
 
 // A systemd that was started anew knows nothing of who has subscribed.
@@ -237,9 +238,9 @@ func TestDeathIsNoticedOverARestartOfSystemd(t *testing.T) {
 	require.Equal(t, 1, p.called("Subscribe"))
 	p.conn.Close()
 	p.join()
-	require.Eventually(t, func() bool { return p.called("Subscribe") >= 2 }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return p.called("Subscribe") >= 2 }, lifecycletest.Patience, time.Millisecond)
 	p.end("failed", "exit-code", 1, 4)
-	require.Equal(t, "exit status 4", death(t, died))
+	require.Equal(t, "exit status 4", lifecycletest.Death(t, died))
 }
 
 func TestStartThatTakesTooLongIsStopped(t *testing.T) {

@@ -1,4 +1,4 @@
-package nvml
+package turn
 
 import (
 	"context"
@@ -10,7 +10,7 @@ import (
 
 func TestHangingLookIsLeftBehindAndNoSecondJoinsIt(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		turn := newTurn()
+		turn := New()
 		hang := make(chan struct{})
 		running, most := 0, 0
 		look := func() (int, error) {
@@ -23,7 +23,7 @@ func TestHangingLookIsLeftBehindAndNoSecondJoinsIt(t *testing.T) {
 		for range 3 {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 			start := time.Now()
-			if _, err := inTurn(ctx, turn, look); !errors.Is(err, context.DeadlineExceeded) {
+			if _, err := In(ctx, turn, look); !errors.Is(err, context.DeadlineExceeded) {
 				t.Errorf("%v, want the deadline", err)
 			}
 			if took := time.Since(start); took != time.Second {
@@ -32,7 +32,7 @@ func TestHangingLookIsLeftBehindAndNoSecondJoinsIt(t *testing.T) {
 			cancel()
 		}
 		close(hang)
-		if got, err := inTurn(t.Context(), turn, look); got != 7 || err != nil {
+		if got, err := In(t.Context(), turn, look); got != 7 || err != nil {
 			t.Errorf("after the hang: %v, %v", got, err)
 		}
 		if most != 1 {
