@@ -107,7 +107,7 @@ func (s *State) mute(now time.Time, sl *slot, e Probed) {
 // renew unloads a slot whose driver is to be replaced, and says when that can be done. A scheduler that
 // unloads nothing has it replaced as soon as nothing runs there.
 func (s *State) renew(now time.Time, sl *slot) {
-	sl.renewing = sl.renewing && !sl.busy() && (sl.state == Idle || s.cfg.Mode != Evicting) // one that is loaded again, past us, is to be said anew
+	sl.renewing = sl.renewing && !sl.busy()
 	switch {
 	case s.worksBefore(sl):
 	case s.cfg.Mode != Evicting && (sl.busy() || sl.queue.count > 0):

@@ -364,6 +364,7 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 	if state == Ready {
 		sl.evicted = false
 		sl.readyAt, sl.idleAt, sl.started, sl.emptyAt = now, now, 0, time.Time{}
+		sl.renewing = false // one that is loaded again, past us, is offered to be replaced anew
 	}
 	if state != Ready {
 		sl.warming, sl.dead, sl.suspect = false, "", false

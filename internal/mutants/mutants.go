@@ -402,4 +402,30 @@ var mutants = []mutant{
 		old:  "bytes.Equal(doc, b.saved) || ",
 		new:  "",
 	},
+	{
+		name: "what went during an unload is booked again with the next load",
+		file: "state.go",
+		old:  "if unloaded { // what",
+		new:  "if unloaded && false { // what",
+	},
+	{
+		name: "a driver that is to replace another is offered once only",
+		file: "state.go",
+		old:  "sl.renewing = false // one",
+		new:  "// one",
+	},
+	{
+		name: "models that were removed do not hear of their server",
+		dir:  "broker",
+		file: "effects.go",
+		old:  "range b.allSlots(c) {\n\t\tb.apply(now, said(",
+		new:  "range slices.Clone(c.slots) {\n\t\tb.apply(now, said(",
+	},
+	{
+		name: "a model that is partly on the CPU counts as loaded though that is forbidden",
+		dir:  "lifecycle/http",
+		file: "driver.go",
+		old:  "if needsLoaded && d.plan.fullGPU {",
+		new:  "if false {",
+	},
 }
