@@ -273,8 +273,7 @@ func (a *App) traits(ctx context.Context) (map[string]lifecycle.Traits, error) {
 				err = fmt.Errorf("module %T is no lifecycle", mod)
 			} else {
 				var d lifecycle.Driver
-				if d, err = guest.Open(lifecycle.Deps{Consumer: c.Name, Upstream: c.Upstream, Logger: zap.NewNop(),
-					ProbeTimeout: time.Duration(a.ProbeTimeout), UnloadTimeout: time.Duration(c.UnloadTimeout)}); err == nil {
+				if d, err = guest.Open(lifecycle.Deps{Consumer: c.Name, Upstream: c.Upstream, Logger: zap.NewNop()}); err == nil {
 					out[c.Name] = d.Traits()
 					err = d.Close()
 				}

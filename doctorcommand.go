@@ -197,7 +197,7 @@ func openDriver(ctx caddy.Context, c *config.Consumer, timeout time.Duration, ap
 		return nil, fmt.Errorf("module %T is no lifecycle", mod)
 	}
 	return guest.Open(lifecycle.Deps{Consumer: c.Name, Upstream: c.Upstream, Logger: zap.NewNop(),
-		ProbeTimeout: min(timeout, time.Duration(app.ProbeTimeout)), UnloadTimeout: time.Duration(c.UnloadTimeout)})
+		Limits: lifecycle.NewLimits(min(timeout, time.Duration(app.ProbeTimeout)), 0)})
 }
 
 // checkRoutes says what is wrong with the directives gpu_broker.

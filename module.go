@@ -133,7 +133,7 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 		if f, ok := mod.(lifecycle.Fingerprinter); ok {
 			values = f.Fingerprint()
 		}
-		g.Keys[c.Name] = hash(raw, []byte(values), []byte(c.Upstream), []byte(time.Duration(a.ProbeTimeout).String()), []byte(time.Duration(c.UnloadTimeout).String()))
+		g.Keys[c.Name] = hash(raw, []byte(values), []byte(c.Upstream))
 	}
 	for _, c := range a.Consumers {
 		if a.starts[c.Shares] {

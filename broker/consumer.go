@@ -31,11 +31,17 @@ type consumer struct {
 
 // settings is what a configuration says of a consumer.
 type settings struct {
-	key    string
-	driver lifecycle.Driver
-	cfg    *config.Consumer
+	opened
+	key string
+	cfg *config.Consumer
 
 	probeTimeout, loadTimeout, unloadTimeout, interval time.Duration
+}
+
+// opened is a driver and what it was given.
+type opened struct {
+	driver lifecycle.Driver
+	limits *lifecycle.Limits
 }
 
 // slot is what is loaded and unloaded by itself: a consumer, or one of its models. The broker's mutex guards it.

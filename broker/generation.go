@@ -32,9 +32,9 @@ type Generation struct {
 	Dir        string // where drivers may keep what must outlive a crash; empty: nowhere
 
 	once   sync.Once
-	ruled  chan struct{}               // see Ruled
-	undone chan struct{}               // see Undone
-	opened map[string]lifecycle.Driver // of the consumers that are new or changed, until it rules
+	ruled  chan struct{}     // see Ruled
+	undone chan struct{}     // see Undone
+	opened map[string]opened // of the consumers that are new or changed, until it rules
 }
 
 // Ruled is closed once the generation rules.
@@ -123,8 +123,8 @@ func (b *Broker) Retire(ctx context.Context) {
 
 // discard closes the drivers of a generation that does not rule after all. It holds mu.
 func (g *Generation) discard() {
-	for _, d := range g.opened {
-		_ = d.Close()
+	for _, o := range g.opened {
+		_ = o.driver.Close()
 	}
 	g.opened = nil
 	select {
@@ -143,8 +143,8 @@ func (b *Broker) Knows(consumer string) bool {
 
 // open opens the drivers of the consumers that are new or changed. It holds mu:
 // opening starts nothing and connects to nothing.
-func (b *Broker) open(g *Generation) (map[string]lifecycle.Driver, error) {
-	opened := map[string]lifecycle.Driver{}
+func (b *Broker) open(g *Generation) (map[string]opened, error) {
+	all := map[string]opened{}
 	for _, cc := range g.Config.Consumers {
 		if cc.Shares != "" { // its partner's driver is its own
 			continue
@@ -156,29 +156,29 @@ func (b *Broker) open(g *Generation) (map[string]lifecycle.Driver, error) {
 			d = c.keeps(g.Keys[cc.Name])
 		}
 		if d == nil {
-			d, err = b.openOne(g, cc)
+			o := opened{limits: new(lifecycle.Limits)}
+			o.driver, err = b.openOne(g, cc, o.limits)
 			if err == nil {
-				opened[cc.Name] = d
+				d, all[cc.Name] = o.driver, o
 			}
 		}
 		if err == nil {
 			err = checkTraits(cc, d.Traits())
 		}
 		if err != nil {
-			for _, d := range opened {
-				_ = d.Close()
+			for _, o := range all {
+				_ = o.driver.Close()
 			}
 			return nil, fmt.Errorf("consumer %q: %w", cc.Name, err)
 		}
 	}
-	return opened, nil
+	return all, nil
 }
 
-func (b *Broker) openOne(g *Generation, cc *config.Consumer) (lifecycle.Driver, error) {
+func (b *Broker) openOne(g *Generation, cc *config.Consumer, limits *lifecycle.Limits) (lifecycle.Driver, error) {
 	return g.Lifecycles[cc.Name].Open(lifecycle.Deps{
 		Consumer: cc.Name, Upstream: cc.Upstream, Logger: g.Logger.With(zap.String("consumer", cc.Name)),
-		ProbeTimeout: time.Duration(g.Config.ProbeTimeout), UnloadTimeout: time.Duration(cc.UnloadTimeout),
-		Dir: g.Dir, Died: func(detail string) { b.died(cc.Name, detail) },
+		Limits: limits, Dir: g.Dir, Died: func(detail string) { b.died(cc.Name, detail) },
 	})
 }
 
@@ -207,7 +207,7 @@ func (b *Broker) leaves(c *consumer) bool {
 // rule puts a generation into force. It holds mu.
 func (b *Broker) rule(g *Generation) {
 	b.current.Store(g)
-	opened := g.opened
+	brought := g.opened
 	g.opened = nil
 	defer close(g.ruled)
 	for _, cc := range g.Config.Consumers {
@@ -222,7 +222,7 @@ func (b *Broker) rule(g *Generation) {
 			c = &consumer{name: cc.Name, probeNow: make(chan struct{}, 1)}
 		}
 		b.consumers[cc.Name] = c
-		b.equip(c, cc, g, opened[cc.Name])
+		b.equip(c, cc, g, brought[cc.Name])
 	}
 	b.share(g)
 	b.configure(time.Now())
@@ -250,24 +250,29 @@ func (b *Broker) withServer(name string) *consumer {
 	return nil
 }
 
-// equip gives a consumer its settings and, where it is another, its driver d. A driver that has its
+// equip gives a consumer its settings and, where it is another, its driver o. A driver that has its
 // server running is replaced once that is stopped. It holds mu.
-func (b *Broker) equip(c *consumer, cc *config.Consumer, g *Generation, d lifecycle.Driver) {
+func (b *Broker) equip(c *consumer, cc *config.Consumer, g *Generation, o opened) {
 	key := g.Keys[cc.Name]
-	set := settings{key: key, driver: d, cfg: cc,
+	set := settings{key: key, opened: o, cfg: cc,
 		probeTimeout: time.Duration(g.Config.ProbeTimeout), interval: time.Duration(g.Config.ProbeInterval),
 		loadTimeout: time.Duration(cc.LoadTimeout), unloadTimeout: time.Duration(cc.UnloadTimeout)}
-	if d != nil && c.has(key) { // it was opened behind another generation, which has brought it already
-		b.close(d)
-		set.driver = nil
+	if o.driver != nil && c.has(key) { // it was opened behind another generation, which has brought it already
+		b.close(o.driver)
 	}
+	asItWas := c.driver != nil && c.key == key && !c.closing
 	switch {
-	case c.driver != nil && c.key == key && !c.closing: // as it was
+	case asItWas:
+		set.opened = c.opened
+	case c.next != nil && c.next.key == key:
+		set.opened = c.next.opened
+	}
+	set.limits.Set(set.probeTimeout, set.unloadTimeout)
+	switch {
+	case asItWas:
 		b.dropNext(c)
-		set.driver = c.driver
 		c.take(set)
 	case c.next != nil && c.next.key == key:
-		set.driver = c.next.driver
 		c.next = &set
 	case c.closing || c.runs() || b.moves(c):
 		b.dropNext(c)
@@ -275,7 +280,7 @@ func (b *Broker) equip(c *consumer, cc *config.Consumer, g *Generation, d lifecy
 	default:
 		b.dropNext(c)
 		if c.driver != nil {
-			if heir, ok := d.(lifecycle.Heir); ok {
+			if heir, ok := o.driver.(lifecycle.Heir); ok {
 				heir.Inherit(c.driver)
 			}
 			b.close(c.driver)

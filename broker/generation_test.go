@@ -11,6 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
 	"github.com/stretchr/testify/require"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
@@ -384,4 +385,37 @@ func TestConfigurationsInAnyOrder(t *testing.T) {
 			closedOnce(t, all...)
 		})
 	}
+}
+
+// limited is a server that keeps what its driver was given.
+type limited struct {
+	*fakeServer
+	limits *lifecycle.Limits
+}
+
+func (d *limited) Open(deps lifecycle.Deps) (lifecycle.Driver, error) {
+	d.limits = deps.Limits
+	return d, nil
+}
+
+func TestADriverThatStaysGetsNewTimeOuts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+		w.gen = w.generation(t, nil, server("a", gpu.GiB))
+		d := &limited{fakeServer: w.servers["a"]}
+		w.gen.Lifecycles["a"] = d
+		require.NoError(t, w.Push(w.gen))
+		defer w.Close()
+		limits := d.limits
+		require.Equal(t, 2*time.Second, limits.Probe())
+		c := server("a", gpu.GiB)
+		c.UnloadTimeout = caddy.Duration(9 * time.Second)
+		next := w.generation(t, func(cfg *config.Broker) { cfg.ProbeTimeout = caddy.Duration(5 * time.Second) }, c)
+		next.Lifecycles["a"] = d
+		require.NoError(t, w.Push(next))
+		require.Equal(t, 2*time.Second, limits.Probe(), "it does not rule yet")
+		w.Pop(w.gen)
+		require.Same(t, limits, d.limits, "no other driver was opened")
+		require.Equal(t, []time.Duration{5 * time.Second, 9 * time.Second}, []time.Duration{limits.Probe(), limits.Unload()})
+	})
 }

@@ -3,9 +3,11 @@
 package lifecycle
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -202,11 +204,10 @@ const MaxAnswer = 64 << 10
 
 // Deps is what a driver gets from the broker.
 type Deps struct {
-	Consumer      string        // the consumer's name, for logs and errors
-	Upstream      string        // host:port of the server; empty if the config names none
-	ProbeTimeout  time.Duration // for one probe
-	UnloadTimeout time.Duration // for one unload, confirmation included
-	Logger        *zap.Logger
+	Consumer string  // the consumer's name, for logs and errors
+	Upstream string  // host:port of the server; empty if the config names none
+	Limits   *Limits // nil: the defaults
+	Logger   *zap.Logger
 	// Dir is a folder of the broker's own, where a driver may keep what must outlive a crash of Caddy, such as
 	// what it has started. It may not exist yet. Empty: nothing is kept.
 	Dir string
@@ -217,17 +218,36 @@ type Deps struct {
 
 // WithDefaults is d with a value for all that a driver can't do without.
 func (d Deps) WithDefaults() Deps {
-	if d.ProbeTimeout <= 0 {
-		d.ProbeTimeout = 2 * time.Second
-	}
-	if d.UnloadTimeout <= 0 {
-		d.UnloadTimeout = 30 * time.Second
+	if d.Limits == nil {
+		d.Limits = NewLimits(0, 0)
 	}
 	if d.Logger == nil {
 		d.Logger = zap.NewNop()
 	}
 	return d
 }
+
+// Limits are how long a driver may take. A reload may change them while it lives: its server need not be started anew.
+type Limits struct{ probe, unload atomic.Int64 }
+
+// NewLimits makes limits, see Set.
+func NewLimits(probe, unload time.Duration) *Limits {
+	l := new(Limits)
+	l.Set(probe, unload)
+	return l
+}
+
+// Set sets how long one probe may take, by default 2 s, and one unload, confirmation included, by default 30 s.
+func (l *Limits) Set(probe, unload time.Duration) {
+	l.probe.Store(int64(cmp.Or(max(0, probe), 2*time.Second)))
+	l.unload.Store(int64(cmp.Or(max(0, unload), 30*time.Second)))
+}
+
+// Probe is how long one probe may take.
+func (l *Limits) Probe() time.Duration { return time.Duration(l.probe.Load()) }
+
+// Unload is how long one unload may take, confirmation included.
+func (l *Limits) Unload() time.Duration { return time.Duration(l.unload.Load()) }
 
 // Guest is a provisioned lifecycle module (namespace gpu_broker.lifecycles).
 // It only holds and checks configuration; Open makes the running thing.

@@ -38,7 +38,7 @@ func Open[M Module](t *testing.T, module M, config, upstream string) (d lifecycl
 	require.NoError(t, err)
 	died = make(chan string, 16)
 	driver, err := l.Open(lifecycle.Deps{
-		Consumer: "mvoice", Upstream: upstream, ProbeTimeout: Patience, UnloadTimeout: Patience, Died: func(how string) { died <- how },
+		Consumer: "mvoice", Upstream: upstream, Limits: lifecycle.NewLimits(Patience, Patience), Died: func(how string) { died <- how },
 	})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, driver.Close()) })

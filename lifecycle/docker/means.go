@@ -33,8 +33,8 @@ const (
 // means starts and stops one container.
 type means struct {
 	settings
-	patience time.Duration // for the stop at the end
-	log      *zap.Logger
+	limits *lifecycle.Limits // that of an unload is for the stop at the end
+	log    *zap.Logger
 
 	// ctx ends the follower.
 	ctx      context.Context
@@ -57,7 +57,7 @@ type means struct {
 func newMeans(s settings, deps lifecycle.Deps) *means {
 	m := &means{
 		settings: s,
-		patience: max(deps.UnloadTimeout, s.grace+callTime),
+		limits:   deps.Limits,
 		log:      deps.Logger.With(zap.String("container", s.container)),
 		turn:     make(chan struct{}, 1),
 	}
@@ -157,7 +157,7 @@ func (m *means) State() lifecycle.State {
 func (m *means) Close() error {
 	var err error
 	if m.record.Ours() {
-		ctx, cancel := context.WithTimeout(context.Background(), m.patience)
+		ctx, cancel := context.WithTimeout(context.Background(), max(m.limits.Unload(), m.settings.grace+callTime))
 		err = m.Stop(ctx)
 		cancel()
 	}

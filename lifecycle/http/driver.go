@@ -113,7 +113,7 @@ func (d *driver) Probe(ctx context.Context) lifecycle.Report {
 		report.Detail = "the consumer has no upstream: nothing is probed"
 		return report
 	}
-	end := time.Now().Add(d.deps.ProbeTimeout)
+	end := time.Now().Add(d.deps.Limits.Probe())
 	said, err := d.health(ctx, end)
 	if err != nil {
 		report.Outcome, report.Detail = outcomeOf(err), err.Error()
@@ -419,7 +419,7 @@ func (d *driver) busy(ctx context.Context, t lifecycle.Target) (bool, error) {
 	if len(r.metrics) > 0 {
 		return d.measured(ctx, r, t)
 	}
-	answer, err := d.ask(ctx, r, d.plan.item(t), limit(r, time.Now().Add(d.deps.ProbeTimeout)))
+	answer, err := d.ask(ctx, r, d.plan.item(t), limit(r, time.Now().Add(d.deps.Limits.Probe())))
 	if err != nil {
 		return false, d.wrap("busy", err)
 	}

@@ -87,7 +87,7 @@ func (d *driver) exchange(ctx context.Context, r *route, item any, limit time.Du
 
 	if !r.accepts(resp.StatusCode) {
 		// The status is the news; if the body breaks off or dawdles, its beginning will do.
-		defer time.AfterFunc(d.deps.ProbeTimeout, cancel).Stop()
+		defer time.AfterFunc(d.deps.Limits.Probe(), cancel).Stop()
 		body, _ := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
 		text := fmt.Sprintf("%s answered %d, wanted %s", r.name, resp.StatusCode, r.wanted())
 		if excerpt := d.plan.secrets.excerpt(body); excerpt != "" {

@@ -37,7 +37,7 @@ func open(t *testing.T, config, upstream string, adjust ...func(*lifecycle.Deps)
 	t.Helper()
 	l, err := provision(t, config)
 	require.NoError(t, err)
-	deps := lifecycle.Deps{Consumer: "mvoice", Upstream: upstream, ProbeTimeout: patience, UnloadTimeout: patience}
+	deps := lifecycle.Deps{Consumer: "mvoice", Upstream: upstream, Limits: lifecycle.NewLimits(patience, patience)}
 	for _, f := range adjust {
 		f(&deps)
 	}
@@ -48,11 +48,11 @@ func open(t *testing.T, config, upstream string, adjust ...func(*lifecycle.Deps)
 }
 
 func probeTimeout(d time.Duration) func(*lifecycle.Deps) {
-	return func(deps *lifecycle.Deps) { deps.ProbeTimeout = d }
+	return func(deps *lifecycle.Deps) { deps.Limits.Set(d, deps.Limits.Unload()) }
 }
 
 func unloadTimeout(d time.Duration) func(*lifecycle.Deps) {
-	return func(deps *lifecycle.Deps) { deps.UnloadTimeout = d }
+	return func(deps *lifecycle.Deps) { deps.Limits.Set(deps.Limits.Probe(), d) }
 }
 
 // fake is a server whose answers a test sets by "METHOD /path"; it remembers what it was asked.

@@ -73,7 +73,7 @@ func (d *driver) Track(body []byte) bool {
 func (d *driver) working(ctx context.Context) (bool, error) {
 	r := d.plan.jobs
 	for _, id := range d.jobs.oldest() {
-		answer, err := d.ask(ctx, r, id, limit(r, time.Now().Add(d.deps.ProbeTimeout)))
+		answer, err := d.ask(ctx, r, id, limit(r, time.Now().Add(d.deps.Limits.Probe())))
 		var f *failure
 		switch {
 		case errors.As(err, &f) && (f.status == http.StatusNotFound || f.status == http.StatusGone):

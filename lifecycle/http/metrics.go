@@ -16,7 +16,7 @@ import (
 
 // measured says whether one of a route's metrics is above 0. That all of them are missing is an error: the server does not say.
 func (d *driver) measured(ctx context.Context, r *route, t lifecycle.Target) (bool, error) {
-	body, err := d.exchange(ctx, r, d.plan.item(t), limit(r, time.Now().Add(d.deps.ProbeTimeout)))
+	body, err := d.exchange(ctx, r, d.plan.item(t), limit(r, time.Now().Add(d.deps.Limits.Probe())))
 	if err != nil {
 		return false, d.wrap("busy", err)
 	}

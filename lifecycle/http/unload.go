@@ -29,7 +29,7 @@ func (d *driver) Unload(ctx context.Context, t lifecycle.Target) (bool, error) {
 	if traits := d.Traits(); r == nil || t.Model == "" && !traits.Unload || t.Model != "" && !traits.UnloadModel {
 		return false, d.wrap("unload", errors.New("no unload route is configured"))
 	}
-	ctx, cancel := context.WithTimeout(ctx, d.deps.UnloadTimeout)
+	ctx, cancel := context.WithTimeout(ctx, d.deps.Limits.Unload())
 	defer cancel()
 	var err error
 	switch {
@@ -63,7 +63,7 @@ func (d *driver) confirm(ctx context.Context, t lifecycle.Target) (bool, error) 
 	var refusedSince time.Time
 	confirmed := false
 	err := poll(ctx, func() bool {
-		now, err := d.residency(ctx, time.Now().Add(d.deps.ProbeTimeout))
+		now, err := d.residency(ctx, time.Now().Add(d.deps.Limits.Probe()))
 		now.loaded = now.of(t, d.plan.tag)
 		if ctx.Err() != nil && err != nil {
 			if lastErr == nil && last.loaded == lifecycle.Unknown {
@@ -144,7 +144,7 @@ func (d *driver) unloadThese(ctx context.Context, r *route, values []any, asked 
 
 // listed asks for the values that are to be unloaded.
 func (d *driver) listed(ctx context.Context, r *route) ([]any, error) {
-	answer, err := d.ask(ctx, r, nil, limit(r, time.Now().Add(d.deps.ProbeTimeout)))
+	answer, err := d.ask(ctx, r, nil, limit(r, time.Now().Add(d.deps.Limits.Probe())))
 	if err != nil {
 		return nil, err
 	}

@@ -54,7 +54,7 @@ func open(t *testing.T, guest *httplife.Lifecycle, handler http.Handler) lifecyc
 	t.Cleanup(server.Close)
 	d, err := guest.Open(lifecycle.Deps{
 		Consumer: "x", Upstream: server.Listener.Addr().String(),
-		ProbeTimeout: 10 * time.Second, UnloadTimeout: 20 * time.Second,
+		Limits: lifecycle.NewLimits(10*time.Second, 20*time.Second),
 	})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, d.Close()) })

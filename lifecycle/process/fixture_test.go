@@ -67,7 +67,7 @@ func open(t *testing.T, config string, adjust ...func(*lifecycle.Deps)) *opened 
 	core, logs := observer.New(zapcore.InfoLevel)
 	o := &opened{died: make(chan string, 10), logs: logs, dir: t.TempDir()}
 	deps := lifecycle.Deps{
-		Consumer: "qwen", ProbeTimeout: patience, UnloadTimeout: patience, Dir: o.dir,
+		Consumer: "qwen", Limits: lifecycle.NewLimits(patience, patience), Dir: o.dir,
 		Logger: zap.New(core), Died: func(how string) { o.died <- how },
 	}
 	for _, f := range adjust {

@@ -234,7 +234,7 @@ func open(t *testing.T, s supervise.Means, config string, adjust ...func(*lifecy
 	l, err := lifecycletest.Provision(t, new(httplife.Lifecycle), config)
 	require.NoError(t, err)
 	told := make(died, 10)
-	deps := lifecycle.Deps{Consumer: "qwen", ProbeTimeout: patience, UnloadTimeout: patience, Died: func(how string) { told <- how }}
+	deps := lifecycle.Deps{Consumer: "qwen", Limits: lifecycle.NewLimits(patience, patience), Died: func(how string) { told <- how }}
 	for _, f := range adjust {
 		f(&deps)
 	}

@@ -200,7 +200,7 @@ func (d *driver) giveUp(ctx context.Context, r *run) error {
 
 // stopped stops the server after a failure, also if ctx has ended. The caller has the turn.
 func (d *driver) stopped(ctx context.Context, only *run) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.deps.UnloadTimeout)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.deps.Limits.Unload())
 	defer cancel()
 	err := d.stopNow(ctx, only)
 	if err != nil {

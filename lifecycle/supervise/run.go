@@ -192,7 +192,7 @@ func (d *driver) found() {
 // stop ends the server and all that it has started. A time limit of ctx is for
 // what came before; being called off makes the stop hurry.
 func (d *driver) stop(ctx context.Context) error {
-	limited, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.deps.UnloadTimeout)
+	limited, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.deps.Limits.Unload())
 	defer cancel()
 	defer context.AfterFunc(ctx, func() {
 		if errors.Is(ctx.Err(), context.Canceled) {

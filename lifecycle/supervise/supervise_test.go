@@ -217,7 +217,7 @@ func TestAnUnloadRouteThatFailsIsFollowedByAStop(t *testing.T) {
 func TestFC13AnUnloadRouteThatHangsIsFollowedByAStop(t *testing.T) {
 	s := newServer(t)
 	s.answers("POST /free", func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() })
-	d, _ := open(t, s, lazy, func(deps *lifecycle.Deps) { deps.UnloadTimeout = 100 * time.Millisecond })
+	d, _ := open(t, s, lazy, func(deps *lifecycle.Deps) { deps.Limits.Set(patience, 100*time.Millisecond) })
 	require.NoError(t, d.Load(within(t, patience), whole))
 	confirmed, err := d.Unload(within(t, 100*time.Millisecond), whole)
 	require.NoError(t, err)

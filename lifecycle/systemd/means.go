@@ -23,9 +23,9 @@ const (
 
 // means starts and stops one unit.
 type means struct {
-	unit     ref
-	patience time.Duration // for the stop at the end
-	log      *zap.Logger
+	unit   ref
+	limits *lifecycle.Limits // that of an unload is for the stop at the end
+	log    *zap.Logger
 
 	// ctx ends the followers.
 	ctx       context.Context
@@ -48,7 +48,7 @@ type means struct {
 
 func newMeans(unit ref, deps lifecycle.Deps) *means {
 	m := &means{
-		unit: unit, patience: deps.UnloadTimeout,
+		unit: unit, limits: deps.Limits,
 		log:  deps.Logger.With(zap.Stringer("unit", unit)),
 		turn: make(chan struct{}, 1),
 	}
@@ -163,7 +163,7 @@ func (m *means) State() lifecycle.State {
 func (m *means) Close() error {
 	var err error
 	if m.record.Ours() {
-		ctx, cancel := context.WithTimeout(context.Background(), m.patience)
+		ctx, cancel := context.WithTimeout(context.Background(), m.limits.Unload())
 		err = m.Stop(ctx)
 		cancel()
 	}

@@ -191,7 +191,7 @@ func (s *site) reopen(fields string) {
 	s.t.Cleanup(cancel)
 	require.NoError(s.t, l.Provision(ctx))
 	died := make(chan string, 16)
-	d, err := l.Open(lifecycle.Deps{Consumer: "mvoice", Upstream: s.address, ProbeTimeout: patience, UnloadTimeout: patience, Died: func(detail string) { died <- detail }})
+	d, err := l.Open(lifecycle.Deps{Consumer: "mvoice", Upstream: s.address, Limits: lifecycle.NewLimits(patience, patience), Died: func(detail string) { died <- detail }})
 	require.NoError(s.t, err)
 	s.died = died
 	s.Supervisor = d.(lifecycle.Supervisor)

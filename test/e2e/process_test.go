@@ -203,7 +203,9 @@ func TestReloadsDoNotTouchAServerThatIsBeingLoaded(t *testing.T) {
 	s.ok(waits)
 	require.Equal(t, pid, s.process("one").PID)
 	require.Equal(t, 1, s.process("one").Starts)
-	s.reloaded(func(text string) string { return strings.Replace(text, "vram 7GiB", "vram 8GiB", 1) })
+	s.reloaded(func(text string) string {
+		return strings.NewReplacer("\nvram 7GiB\n", "\nvram 8GiB\nunload_timeout 9s\n", "gpu simulated", "probe_timeout 3s\ngpu simulated").Replace(text)
+	})
 	s.serve("one")
 	require.Equal(t, pid, s.process("one").PID, "its command has not changed")
 }

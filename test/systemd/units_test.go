@@ -130,7 +130,7 @@ func open(t *testing.T, config, address string) (lifecycle.Supervisor, chan stri
 	t.Cleanup(cancel)
 	require.NoError(t, l.Provision(ctx))
 	died := make(chan string, 16)
-	d, err := l.Open(lifecycle.Deps{Consumer: "mvoice", Upstream: address, ProbeTimeout: patience, UnloadTimeout: patience, Died: func(detail string) { died <- detail }})
+	d, err := l.Open(lifecycle.Deps{Consumer: "mvoice", Upstream: address, Limits: lifecycle.NewLimits(patience, patience), Died: func(detail string) { died <- detail }})
 	require.NoError(t, err)
 	return d.(lifecycle.Supervisor), died
 }
