@@ -208,6 +208,7 @@ func TestReloadsDoNotTouchAServerThatIsBeingLoaded(t *testing.T) {
 	})
 	s.serve("one")
 	require.Equal(t, pid, s.process("one").PID, "its command has not changed")
+	require.EqualValues(t, gib(8), s.status().Consumers["one"].Slots[0].Claim)
 }
 
 func (s *site) slotOf(name string) string { return s.status().Consumers[name].Slots[0].State }
