@@ -17,19 +17,20 @@ import (
 type memory struct {
 	mu   sync.Mutex
 	path string // empty: there is no file
+	of   string // the server's address, which is what the file says: a consumer may get another
 	gone bool
 	log  *zap.Logger
 }
 
 // open reads what was remembered.
 func (m *memory) open(deps lifecycle.Deps) {
-	m.log = deps.Logger
+	m.log, m.of = deps.Logger, deps.Upstream
 	if deps.Dir == "" {
 		return
 	}
 	m.path = filepath.Join(deps.Dir, deps.Consumer+".unloaded")
-	_, err := os.Stat(m.path)
-	m.gone = err == nil
+	of, err := os.ReadFile(m.path)
+	m.gone = err == nil && string(of) == m.of
 }
 
 func (m *memory) unloaded() bool {
@@ -48,7 +49,7 @@ func (m *memory) note() {
 	}
 	err := os.MkdirAll(filepath.Dir(m.path), 0o700)
 	if err == nil {
-		err = os.WriteFile(m.path, nil, 0o600)
+		err = os.WriteFile(m.path, []byte(m.of), 0o600)
 	}
 	if err != nil {
 		m.log.Warn("after a restart it will not be known that the server is unloaded", zap.Error(err))

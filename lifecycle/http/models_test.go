@@ -162,6 +162,10 @@ func TestWhatAServerWasAskedLastIsRememberedWhereItCannotTell(t *testing.T) {
 		require.NoError(t, err)
 	}
 	require.EqualValues(t, 1, unloads.Load())
+	other := newFake(t)
+	other.answer("GET /health", 200, "")
+	d = open(t, config, other.addr, func(d *lifecycle.Deps) { d.Dir = dir })
+	require.Equal(t, lifecycle.Yes, d.Probe(t.Context()).Loaded, "that is another server")
 	d = again() // Caddy has restarted
 	require.Equal(t, lifecycle.No, d.Probe(t.Context()).Loaded)
 	require.NoError(t, d.Load(t.Context(), lifecycle.Target{}))
