@@ -142,13 +142,20 @@ func TestAReloadThatAsksOfAKeptServerWhatItCannotDoIsRefused(t *testing.T) {
 	})
 }
 
+func TestRestoreIsRefusedForAServerThatNobodyCanLoad(t *testing.T) {
+	cfg := &config.Broker{Restore: []config.Restore{{Consumer: "m"}}}
+	require.ErrorContains(t, checkTraits(cfg, server("m", gpu.GiB), lifecycle.Traits{Unload: true}), "restore names it, but it has no load route")
+	require.NoError(t, checkTraits(cfg, server("m", gpu.GiB), lifecycle.Traits{Unload: true, Load: true}))
+	require.NoError(t, checkTraits(cfg, server("other", gpu.GiB), lifecycle.Traits{Unload: true}))
+}
+
 func TestRequireFullGPUIsRefusedWhereNoLoadIsJudged(t *testing.T) {
 	whole, one := server("m", gpu.GiB), server("m", gpu.GiB)
 	one.Models = []*config.Model{{Name: "a"}}
 	started := lifecycle.Traits{Starts: true, Load: true, Unload: true, LoadModel: true, UnloadModel: true, FullGPUModel: true} // ollama, started by the broker
-	require.ErrorContains(t, checkTraits(whole, started), "require_full_gpu, but its load route can't load it as a whole")
-	require.NoError(t, checkTraits(one, started))
+	require.ErrorContains(t, checkTraits(new(config.Broker), whole, started), "require_full_gpu, but its load route can't load it as a whole")
+	require.NoError(t, checkTraits(new(config.Broker), one, started))
 	all := lifecycle.Traits{Load: true, Unload: true, UnloadModel: true, FullGPU: true} // its models load inside their first requests
-	require.NoError(t, checkTraits(whole, all))
-	require.ErrorContains(t, checkTraits(one, all), "require_full_gpu and models, but its load route can't load one by its name")
+	require.NoError(t, checkTraits(new(config.Broker), whole, all))
+	require.ErrorContains(t, checkTraits(new(config.Broker), one, all), "require_full_gpu and models, but its load route can't load one by its name")
 }

@@ -107,6 +107,12 @@ func (c *consumer) runs() bool {
 	return ok && sup.Running()
 }
 
+// endedWell says whether the driver's server, which has ended, has not failed.
+func (c *consumer) endedWell() bool {
+	r, ok := c.driver.(lifecycle.Restarter)
+	return ok && !r.Failed()
+}
+
 // moves says whether the driver is about to start its server or to stop it: in a start it may not run yet. It holds mu.
 func (b *Broker) moves(c *consumer) bool {
 	return c.traits.Starts && slices.ContainsFunc(c.slots, func(sl *slot) bool {

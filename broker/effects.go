@@ -112,9 +112,9 @@ func (b *Broker) died(name, detail string) {
 	if c == nil || b.closed {
 		return
 	}
-	now := time.Now()
+	now, clean := time.Now(), c.endedWell()
 	for _, sl := range b.allSlots(c) {
-		b.apply(now, scheduler.Died{Slot: sl.name, Detail: detail})
+		b.apply(now, scheduler.Died{Slot: sl.name, Detail: detail, Clean: clean})
 	}
 	b.ended()
 }
@@ -231,7 +231,7 @@ func (b *Broker) allSlots(c *consumer) []*slot {
 
 // said is what a server's report says of one of its slots.
 func said(sl *slot, r lifecycle.Report, sent time.Time) scheduler.Probed {
-	e := scheduler.Probed{Slot: sl.name, Sent: sent, Outcome: probeOutcomes[r.Outcome], Detail: r.Detail, Stopped: r.Stopped, Loaded: tris[r.Loaded], Resident: r.Resident}
+	e := scheduler.Probed{Slot: sl.name, Sent: sent, Outcome: probeOutcomes[r.Outcome], Detail: r.Detail, Stopped: r.Stopped, Clean: r.Stopped && sl.consumer.endedWell(), Loaded: tris[r.Loaded], Resident: r.Resident}
 	if sl.model == "" {
 		return e
 	}

@@ -163,7 +163,7 @@ func (b *Broker) open(g *Generation) (map[string]opened, error) {
 			}
 		}
 		if err == nil {
-			err = checkTraits(cc, d.Traits())
+			err = checkTraits(g.Config, cc, d.Traits())
 		}
 		if err != nil {
 			for _, o := range all {
@@ -183,7 +183,7 @@ func (b *Broker) openOne(g *Generation, cc *config.Consumer, limits *lifecycle.L
 }
 
 // checkTraits says what a consumer's driver would have to be able to do.
-func checkTraits(cc *config.Consumer, t lifecycle.Traits) error {
+func checkTraits(cfg *config.Broker, cc *config.Consumer, t lifecycle.Traits) error {
 	if len(cc.Models) > 0 && !t.UnloadModel {
 		return errors.New("it has models, but its unload route can't unload one by its name: write {model} where the name goes, or leave the models out and give the consumer their vram")
 	}
@@ -192,6 +192,9 @@ func checkTraits(cc *config.Consumer, t lifecycle.Traits) error {
 			return errors.New("it has require_full_gpu and models, but its load route can't load one by its name: write {model} where the name goes, or take require_full_gpu away")
 		}
 		return errors.New("it has require_full_gpu, but its load route can't load it as a whole: give it `model` lines, or take require_full_gpu away")
+	}
+	if !t.Load && slices.ContainsFunc(cfg.Restore, func(r config.Restore) bool { return r.Consumer == cc.Name }) {
+		return errors.New("restore names it, but it has no load route and loads inside its first request: leave it out of restore, or give it a load route")
 	}
 	return nil
 }

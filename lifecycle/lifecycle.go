@@ -167,8 +167,10 @@ type Supervisor interface {
 type Restarter interface {
 	// RestartOnFailure says whether it is started again though nobody asks for it.
 	RestartOnFailure() bool
-	// MaxRestarts is how often in a row; 0: any number.
+	// MaxRestarts is how often in a row.
 	MaxRestarts() int
+	// Failed says whether its latest server has ended by a failure: one that has done what it was to do is not started again.
+	Failed() bool
 }
 
 // State is what is told of a supervised server.

@@ -17,21 +17,21 @@ func (s *State) died(now time.Time, e Died) {
 		return
 	}
 	if sl.active > 0 {
-		sl.dead = orElse(e.Detail, "it ended")
+		sl.dead, sl.clean = orElse(e.Detail, "it ended"), e.Clean
 		return
 	}
-	s.fall(now, sl, e.Detail)
+	s.fall(now, sl, e.Detail, e.Clean)
 	s.pump(now)
 }
 
-// fall is the edge of a slot whose server has died. One that keeps dying cools down.
-func (s *State) fall(now time.Time, sl *slot, detail string) {
+// fall is the edge of a slot whose server has died, or has come to a clean end. One that keeps dying cools down.
+func (s *State) fall(now time.Time, sl *slot, detail string, clean bool) {
 	lived, leaving := now.Sub(sl.readyAt), sl.gate.closed
 	s.vanish(now, sl, "its server died: "+orElse(detail, "it ended"))
 	if sl.deaths++; lived >= stable {
 		sl.deaths = 1
 	}
-	sl.reviving = sl.cfg.Restart && !leaving && (sl.cfg.MaxRestarts == 0 || sl.deaths <= sl.cfg.MaxRestarts)
+	sl.reviving = sl.cfg.Restart && !clean && !leaving && sl.deaths <= sl.cfg.MaxRestarts
 	if sl.deaths > 1 {
 		cool := backoff(sl.deaths - 1)
 		sl.coolUntil = now.Add(cool)

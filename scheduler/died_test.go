@@ -93,7 +93,7 @@ func TestDeathOfAServerThatIsNotLoadedChangesNothing(t *testing.T) {
 		"stopping":   {func(f *fixture) { f.warm("a", 0); f.step(Unload{Slot: "a"}) }, Stopping},
 	} {
 		t.Run(name, func(t *testing.T) {
-			f := given(t, 16384, server("a", 8000, restarts(0)))
+			f := given(t, 16384, server("a", 8000, restarts(9)))
 			c.prepare(f)
 			f.requireState("a", c.want)
 			loads := len(f.loads)
@@ -132,7 +132,7 @@ func TestAServerThatDiesWhileItIsToMakeRoomHasMadeIt(t *testing.T) {
 }
 
 func TestADeadServerThatWasRemovedIsGone(t *testing.T) {
-	f := given(t, 16384, server("a", 8000, restarts(0)), server("b", 100))
+	f := given(t, 16384, server("a", 8000, restarts(9)), server("b", 100))
 	f.warm("a", 8000)
 	h := f.submit("a")
 	f.reconfigure(func(c *Config) { c.Slots = c.Slots[1:] })
@@ -189,7 +189,7 @@ func TestWhoWaitsForAServerThatKeepsDyingIsTold(t *testing.T) {
 }
 
 func TestADeadServerIsStartedAgainAndKeepsItsMemoryFromOthers(t *testing.T) {
-	f := given(t, 16384, server("a", 13312, restarts(0)), server("b", 10000, starts))
+	f := given(t, 16384, server("a", 13312, restarts(9)), server("b", 10000, starts))
 	f.warm("a", 13312)
 	h := f.submit("b")
 	f.requireWaiting(h)
@@ -226,7 +226,7 @@ func TestADeadServerThatNobodyMayUseIsNotStartedAgain(t *testing.T) {
 		"stale":    func(f *fixture) { f.reconfigure(func(c *Config) { c.Slots[0].Stale = true }) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			f := given(t, 16384, server("a", 8000, restarts(0)))
+			f := given(t, 16384, server("a", 8000, restarts(9)))
 			f.warm("a", 0)
 			running := f.submit("a")
 			prepare(f)
@@ -240,7 +240,7 @@ func TestADeadServerThatNobodyMayUseIsNotStartedAgain(t *testing.T) {
 }
 
 func TestADeadServerWaitsForTheLoadOfAnotherBeforeItIsStartedAgain(t *testing.T) {
-	f := given(t, 16384, server("a", 4000, restarts(0)), server("b", 4000, starts))
+	f := given(t, 16384, server("a", 4000, restarts(9)), server("b", 4000, starts))
 	f.warm("a", 4000)
 	f.submit("b")
 	f.requireState("b", Loading)
@@ -270,7 +270,7 @@ func TestASuspectServerTakesNoJobBeforeAProbeHasAnswered(t *testing.T) {
 }
 
 func TestAStoppedServerIsGoneByItsProbe(t *testing.T) {
-	f := given(t, 16384, server("a", 8000, restarts(0)))
+	f := given(t, 16384, server("a", 8000, restarts(9)))
 	f.warm("a", 0)
 	f.advance(time.Millisecond)
 	f.step(Probed{Slot: "a", Sent: f.now, Outcome: ProbeAnswered, Stopped: true, Loaded: No, Resident: -1})
@@ -315,4 +315,31 @@ func TestAStartedServerThatDoesNotRunIsNoFault(t *testing.T) {
 	f.requireState("a", Loading)
 	f.loaded("a")
 	f.requireRunning(h)
+}
+
+func TestAServerThatHasNotFailedOrMayNotIsNotStartedAgainUnasked(t *testing.T) {
+	for name, c := range map[string]struct {
+		most  int
+		clean bool
+		works bool // while it ends
+	}{"ended well": {9, true, false}, "ended well under work": {9, true, true}, "may never": {0, false, false}} {
+		t.Run(name, func(t *testing.T) {
+			f := given(t, 16384, server("a", 8000, restarts(c.most)))
+			f.warm("a", 8000)
+			var h *handle
+			if c.works {
+				h = f.submit("a")
+			}
+			f.step(Died{Slot: "a", Detail: "exit status 0", Clean: c.clean})
+			if c.works {
+				f.releaseAs(h, ServerDied)
+			}
+			f.requireState("a", Idle)
+			f.use(-8000)
+			f.advance(time.Hour)
+			f.requireState("a", Idle)
+			f.submit("a")
+			f.requireState("a", Loading)
+		})
+	}
 }

@@ -336,3 +336,34 @@ func TestTheEstimateOfALoadIsWhatIsLeftOfIt(t *testing.T) {
 	f.advance(10 * time.Second) // it takes longer than before
 	require.Zero(t, f.s.Snapshot(f.now).Queue[0].Estimate)
 }
+
+func TestWhoWaitsForALoadedModelIsToldWhatForAndNotOfItsLoad(t *testing.T) {
+	f := given(t, 16384, server("a", 4000), server("b", 4000))
+	first := f.submit("a")
+	require.Equal(t, "is being loaded", f.slot("a").Why)
+	f.loaded("a")
+	require.Empty(t, f.slot("a").Why, "nobody waits")
+	second := f.submitJob(Submit{Slot: "a", Deadline: f.now.Add(time.Minute)})
+	require.Equal(t, "runs 1 requests, as many as its concurrency allows", f.slot("a").Why)
+	f.submit("b")
+	f.loaded("b")
+	require.Equal(t, "waits for the lock of its GPU", f.slot("b").Why)
+	f.advance(time.Minute)
+	r := f.requireRefused(second, BudgetExceeded)
+	require.Contains(t, r.Message, "as many as its concurrency allows")
+	f.release(first)
+}
+
+func TestWhoWaitsUnderLockedIsToldOfTheLock(t *testing.T) {
+	cfg := defaults()
+	cfg.Mode = Locked
+	cfg.Slots = []SlotConfig{server("a", 4000), server("b", 4000)}
+	f := givenConfig(t, cfg, 16384)
+	a := f.submit("a")
+	require.Equal(t, "waits for the first probe", f.slot("a").Why)
+	f.probe("a", No)
+	f.probe("b", No)
+	f.requireRunning(a)
+	f.requireWaiting(f.submit("b"))
+	require.Equal(t, "waits for the lock of its GPU", f.slot("b").Why)
+}

@@ -298,7 +298,7 @@ func (s *State) release(now time.Time, id JobID, outcome Outcome) {
 	s.unlock(sl)
 	if sl.dead != "" && sl.active == 0 {
 		if s.cfg.Mode == Evicting {
-			s.fall(now, sl, sl.dead)
+			s.fall(now, sl, sl.dead, sl.clean)
 		}
 		sl.dead, warmed = "", true // it moves: others may
 	}

@@ -190,7 +190,7 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 		s.to(now, sl, Idle)
 	case e.Loaded == No && sl.state == Ready && !sl.busy() && !sl.warming && !e.Sent.Before(sl.lastUse): // the newer wins
 		if e.Stopped {
-			s.fall(now, sl, "it does not run any more")
+			s.fall(now, sl, "it does not run any more", e.Clean)
 		} else {
 			s.vanish(now, sl, "its server says that it is not loaded any more")
 		}

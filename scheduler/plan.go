@@ -51,7 +51,6 @@ func (s *State) admitOne(now time.Time) bool {
 			s.admitHead(now, sl)
 			return true
 		}
-		sl.why = "waits for the lock of its GPU"
 	}
 	return false
 }
@@ -399,13 +398,42 @@ const waitsForTurn = "waits until it may take the memory of others"
 
 // reason is why the jobs of a slot wait, for people.
 func (s *State) reason(t *slot) string {
-	if t.why != waitsForTurn || t.queue.count == 0 || !t.cold() {
+	switch {
+	case t.queue.count == 0:
+		return t.why
+	case !t.cold() && !t.want.lock, s.cfg.Mode != Evicting:
+		return s.whyWarm(t)
+	case t.why != waitsForTurn:
 		return t.why
 	}
 	if could := s.choose(t, func(v *slot) bool { return s.permitted(t, v) }); could != nil { // found out when somebody asks, since it takes its time
 		return "waits until it may take the memory of " + names(could)
 	}
 	return t.why
+}
+
+// whyWarm is why the jobs of a slot wait that is loaded, or on the way there or back.
+func (s *State) whyWarm(t *slot) string {
+	switch {
+	case t.health == healthUnknown && !t.cfg.Cloud:
+		return "waits for the first probe"
+	case t.state == Loading:
+		return "is being loaded"
+	case t.state == Stopping:
+		return "is being unloaded, to be loaded again"
+	case t.lent:
+		return "its GPU is lent"
+	case t.gate.closed:
+		return "is to be unloaded for " + orElse(name(t.gate.target), "nobody in particular")
+	case !t.alive():
+		return "its server has died, or may have"
+	case !t.hasPlace(t.queue.head()):
+		return fmt.Sprintf("runs %d requests, as many as its concurrency allows", t.active)
+	case !s.lockFree(t):
+		return "waits for the lock of its GPU"
+	default:
+		return "waits for its turn on its GPU"
+	}
 }
 
 // mayBeLoaded says of a lazy slot that was never used or unloaded since the start that nobody can know.

@@ -4,7 +4,7 @@ import "testing"
 
 // accounting §1: no decision of ours takes the bookings above T - R; an overcommitted GPU gets no load.
 func TestADeadServerIsNotStartedAgainOnAnOvercommittedGPU(t *testing.T) {
-	f := given(t, 16384, server("a", 12000, restarts(0)), server("b", 8000, starts))
+	f := given(t, 16384, server("a", 12000, restarts(9)), server("b", 8000, starts))
 	f.cards[0].Free = 0
 	f.sample()
 	f.probe("a", Yes) // loaded before we came, both of them
@@ -15,7 +15,7 @@ func TestADeadServerIsNotStartedAgainOnAnOvercommittedGPU(t *testing.T) {
 }
 
 func TestAServerThatDiesWhileItIsUnloadedByHandStaysUnloaded(t *testing.T) {
-	f := given(t, 16384, server("a", 8000, restarts(0)))
+	f := given(t, 16384, server("a", 8000, restarts(9)))
 	f.warm("a", 8000)
 	h := f.submit("a")
 	f.step(Unload{Slot: "a"})

@@ -140,6 +140,7 @@ type slot struct {
 	restoring bool      // it is being loaded again since its GPU is idle
 	evicted   bool      // it was unloaded for another, and not asked for since
 	dead      string    // how its server ended, while jobs that ran there have not ended yet; empty: it lives
+	clean     bool      // … and that was no failure
 	suspect   bool      // an answer of a server that the driver starts broke off: nothing enters before it is known whether it lives
 	deaths    int       // in a row, each soon after it was loaded
 	reviving  bool      // it is to be loaded again since its server died

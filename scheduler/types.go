@@ -115,7 +115,7 @@ type SlotConfig struct {
 	Cloud       bool          // runs elsewhere: takes no memory and no lock, and never waits
 	Starts      bool          // its driver starts and stops its server: one that does not run, or does not answer, is no fault
 	Restart     bool          // … and starts one that has died again, though nobody asks for it
-	MaxRestarts int           // … so often in a row; 0: any number
+	MaxRestarts int           // … so often in a row
 	Stale       bool          // its driver is to be replaced: it is unloaded, and then Renew says that it may be
 
 	// What its driver can do.
@@ -188,6 +188,7 @@ type (
 		Outcome  ProbeOutcome
 		Detail   string
 		Stopped  bool // the server, which its driver starts, does not run
+		Clean    bool // … and has not failed
 		Loaded   Tri
 		Resident gpu.Bytes // -1: not told
 	}
@@ -223,6 +224,7 @@ type (
 	Died struct {
 		Slot   string
 		Detail string // for people
+		Clean  bool   // it has not failed: it is not started again unasked
 	}
 	// Touch counts as use of a slot, without a job.
 	Touch struct{ Slot string }

@@ -107,7 +107,7 @@ func (w *world) crash(sv *simServer) {
 		return
 	}
 	for n := 1 + w.rand.IntN(2); n > 0; n-- { // its driver says so, and may do so twice
-		w.in(w.between(0, 30*time.Millisecond), func() { w.step(Died{Slot: sv.cfg.Name, Detail: "killed"}) })
+		w.in(w.between(0, 30*time.Millisecond), func() { w.step(Died{Slot: sv.cfg.Name, Detail: "killed", Clean: w.chance(20)}) })
 	}
 }
 

@@ -41,10 +41,11 @@ type child struct {
 
 	guarded chan struct{} // closed when record and guard are complete
 	down    chan struct{} // closed when the leader has ended; its number stays its own until swept
-	ended   chan struct{} // closed right after, when why is written
+	ended   chan struct{} // closed right after, when why and failed are written
 	swept   chan struct{} // closed when nothing of the server lives
 	gone    chan struct{} // closed when that is tidied up
 	why     string
+	failed  bool
 
 	askOnce, hurryOnce sync.Once
 	ask                chan struct{} // closed: it is to end
@@ -130,10 +131,10 @@ func (c *child) run(started chan<- error) {
 	started <- nil
 
 	c.guarding()
-	why := waitEnd(c.cmd.Process.Pid)
+	how := waitEnd(c.cmd.Process.Pid)
 	close(c.down)
 	within(drained, drainTime)
-	c.why = why.text(c.out.lastLine())
+	c.why, c.failed = how.text(c.out.lastLine()), how != (exit{})
 	close(c.ended)
 	<-c.swept
 	c.tidy(drained)

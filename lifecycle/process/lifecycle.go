@@ -50,10 +50,11 @@ type Lifecycle struct {
 	Signal string `json:"signal,omitempty"`
 	// How long it may take to stop before it is killed. Default: 10s.
 	Grace caddy.Duration `json:"grace,omitempty"`
-	// What is done when it ends by itself: `never`: the next request starts it; `on_failure`: if it failed, it is
-	// started again at once, and keeps its GPUs meanwhile. Default: `never`.
+	// What is done when it ends by itself: `never`: the next request starts it; `on_failure`: if it failed (any exit
+	// status but 0, or a signal), it is started again at once, and keeps its GPUs meanwhile. If it fails again within a
+	// minute, that is done after 1, 2, 4 … 60 s, in which others may take its memory. Default: `never`.
 	Restart string `json:"restart,omitempty"`
-	// How often in a row it is started again. Default: 3.
+	// How often in a row it is started again; 0: never. Default: 3.
 	Most *int `json:"max_restarts,omitempty"`
 	// How it is probed, and loaded and unloaded while it runs: a lifecycle module, by default `http`. Without an
 	// unload route it is stopped to free its memory.
@@ -105,14 +106,25 @@ func (l *Lifecycle) Open(deps lifecycle.Deps) (lifecycle.Driver, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &driver{s, l.plan.policy}, nil
+	return &driver{s, l.plan.policy, m}, nil
 }
 
 // driver is a supervised server that knows whether it is to be started again.
 type driver struct {
 	supervise.Driver
 	policy
+	process starter
 }
+
+// starter is the means that starts and stops a process.
+type starter interface {
+	supervise.Means
+	// Failed says whether the latest process has ended, by anything but an exit status of 0.
+	Failed() bool
+}
+
+// Failed says whether the latest process has ended, by anything but an exit status of 0.
+func (d *driver) Failed() bool { return d.process.Failed() }
 
 // policy is what is to be done when the server ends by itself.
 type policy struct {
@@ -125,12 +137,6 @@ func (p policy) RestartOnFailure() bool { return p.onFailure }
 
 // MaxRestarts is how often in a row it is started again.
 func (p policy) MaxRestarts() int { return p.most }
-
-// RestartOnFailure says whether the server is to be started again if it failed.
-func (l *Lifecycle) RestartOnFailure() bool { return l.plan.policy.onFailure }
-
-// MaxRestarts is how often in a row it is started again.
-func (l *Lifecycle) MaxRestarts() int { return l.plan.policy.most }
 
 // Fingerprint differs where the values of the placeholders do.
 func (l *Lifecycle) Fingerprint() string {

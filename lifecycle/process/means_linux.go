@@ -43,7 +43,7 @@ type means struct {
 
 func supported() error { return nil }
 
-func newMeans(p *plan, deps lifecycle.Deps) (supervise.Means, error) {
+func newMeans(p *plan, deps lifecycle.Deps) (starter, error) {
 	deps = deps.WithDefaults()
 	switch {
 	case deps.Upstream == "" && !p.usesPort:
@@ -210,6 +210,20 @@ func (m *means) Why() string {
 		return c.why
 	default:
 		return "it runs"
+	}
+}
+
+// Failed says whether the latest process has ended, by anything but an exit status of 0.
+func (m *means) Failed() bool {
+	c := m.latest()
+	if c == nil {
+		return false
+	}
+	select {
+	case <-c.ended:
+		return c.failed
+	default:
+		return false
 	}
 }
 

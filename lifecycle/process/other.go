@@ -10,14 +10,13 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
-	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/supervise"
 )
 
 var errLinux = errors.New("lifecycle process needs Linux: start the server by other means here, and use the lifecycle http")
 
 func supported() error { return errLinux }
 
-func newMeans(*plan, lifecycle.Deps) (supervise.Means, error) { return nil, errLinux }
+func newMeans(*plan, lifecycle.Deps) (starter, error) { return nil, errLinux }
 
 func signalOf(string) (syscall.Signal, bool) { return syscall.SIGTERM, true }
 

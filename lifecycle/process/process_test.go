@@ -163,6 +163,14 @@ func TestAnExitIsToldAtOnceWithItsLastLine(t *testing.T) {
 	require.Less(t, time.Since(asked), prompt)
 	require.Equal(t, "exit status 3: no such file", o.State().LastExit)
 	require.Equal(t, lifecycle.No, o.Probe(within(t)).Loaded)
+	failed := o.Supervisor.(lifecycle.Restarter).Failed
+	require.True(t, failed())
+
+	o.load(t)
+	require.False(t, failed(), "it runs")
+	go askAt(t, o.Upstream(), "/exit?status=0", nil)
+	<-o.died
+	require.False(t, failed(), "it has ended well")
 }
 
 func TestAServerThatEndsInItsLoadSaysWhy(t *testing.T) {

@@ -281,12 +281,25 @@ func TestServerThatKeepsDyingBacksOff(t *testing.T) {
 	require.True(t, said)
 }
 
-func TestServerThatHasDiedIsStartedAgainByItself(t *testing.T) {
+func TestServerThatHasFailedIsStartedAgainByItself(t *testing.T) {
 	t.Parallel()
 	s := supervised(t, "", nil, started{name: "one", vram: "7GiB", block: "restart on_failure"})
 	s.serve("one")
 	require.NoError(t, syscall.Kill(s.process("one").PID, syscall.SIGKILL))
 	s.until("it runs again", func() bool { return s.process("one").Starts == 2 && s.slotOf("one") == "READY" })
+}
+
+func TestServerThatHasEndedWellIsStartedByTheNextRequestAlone(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB", block: "restart on_failure"})
+	s.serve("one")
+	require.NoError(t, syscall.Kill(s.process("one").PID, syscall.SIGTERM))
+	s.until("it has ended", func() bool { return len(s.decisions("gone")) == 1 }) // else it would be loading by now
+	require.Equal(t, "exit status 0", strings.Split(s.process("one").LastExit, ":")[0])
+	require.Equal(t, "IDLE", s.slotOf("one"))
+	require.Equal(t, 1, s.process("one").Starts)
+	s.serve("one")
+	require.Equal(t, 2, s.process("one").Starts)
 }
 
 func TestServerDeafToItsSignalIsKilledAfterItsGrace(t *testing.T) {
