@@ -4,6 +4,7 @@ import (
 	"errors"
 	"slices"
 	"strconv"
+	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
@@ -15,13 +16,14 @@ import (
 
 // metrics are made once for the process and registered with each configuration's registry, so they survive reloads.
 var metrics = struct {
-	wait, run, load, unload                              *prometheus.HistogramVec
+	wait, run, load, unload, residency                   *prometheus.HistogramVec
 	errors, unloads, loads, loadFailures, unloadFailures *prometheus.CounterVec
 }{
-	wait:           histogram("wait_seconds", "How long requests waited for their turn and their model."),
-	run:            histogram("run_seconds", "How long requests ran, until the last byte of their answer."),
-	load:           histogram("load_seconds", "How long loads took."),
-	unload:         histogram("unload_seconds", "How long unloads took, until the memory was back."),
+	wait:           histogram("wait_seconds", "How long requests waited for their turn and their model.", waits),
+	run:            histogram("run_seconds", "How long requests ran, until the last byte of their answer.", waits),
+	load:           histogram("load_seconds", "How long loads took.", waits),
+	unload:         histogram("unload_seconds", "How long unloads took, until the memory was back.", waits),
+	residency:      histogram("residency_seconds", "How long models stayed loaded, until their memory was back or they were gone.", stays),
 	errors:         counter("errors_total", "Requests that were refused or failed, by code.", "consumer", "code"),
 	unloads:        counter("evictions_total", "Successful unloads, by reason: evict (made for room), idle or manual.", "consumer", "reason"),
 	loads:          counter("loads_total", "Loads that were decided.", "consumer"),
@@ -31,9 +33,15 @@ var metrics = struct {
 
 const namespace, subsystem = "caddy", "gpu_broker"
 
-func histogram(name, help string) *prometheus.HistogramVec {
+// The upper bounds of histograms, in seconds: of what a client waits for, and of how long a model stays.
+var (
+	waits = []float64{.001, .01, .1, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640}
+	stays = []float64{1, 5, 15, 30, 60, 120, 300, 600, 1800, 3600, 4 * 3600, 12 * 3600, 24 * 3600, 7 * 24 * 3600}
+)
+
+func histogram(name, help string, buckets []float64) *prometheus.HistogramVec {
 	return prometheus.NewHistogramVec(prometheus.HistogramOpts{Namespace: namespace, Subsystem: subsystem, Name: name, Help: help,
-		Buckets: []float64{.001, .01, .1, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640}}, []string{"consumer"})
+		Buckets: buckets}, []string{"consumer"})
 }
 
 func counter(name, help string, labels ...string) *prometheus.CounterVec {
@@ -42,7 +50,7 @@ func counter(name, help string, labels ...string) *prometheus.CounterVec {
 
 // registerMetrics adds all metrics to a configuration's registry; those that are there already are no fault.
 func registerMetrics(r *prometheus.Registry) error {
-	for _, c := range []prometheus.Collector{metrics.wait, metrics.run, metrics.load, metrics.unload, metrics.errors, metrics.unloads,
+	for _, c := range []prometheus.Collector{metrics.wait, metrics.run, metrics.load, metrics.unload, metrics.residency, metrics.errors, metrics.unloads,
 		metrics.loads, metrics.loadFailures, metrics.unloadFailures, live{}} {
 		var twice prometheus.AlreadyRegisteredError
 		if err := r.Register(c); err != nil && !errors.As(err, &twice) {
@@ -162,6 +170,11 @@ func (observer) Count(d scheduler.Decision) {
 	case "unload_failed":
 		metrics.unloadFailures.WithLabelValues(consumer).Inc()
 	}
+}
+
+// Resided implements broker.Observer.
+func (observer) Resided(slot string, stayed time.Duration) {
+	metrics.residency.WithLabelValues(broker.ConsumerOf(slot)).Observe(stayed.Seconds())
 }
 
 // eventNames are the decisions that are Caddy events, under the names that users subscribe to.

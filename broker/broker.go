@@ -163,6 +163,10 @@ func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) 
 			b.grant(now, e, e.Refusal)
 		case scheduler.Decided:
 			b.record(*e.Decision)
+		case scheduler.Resided:
+			if g := b.current.Load(); g != nil && g.Observer != nil {
+				g.Observer.Resided(e.Slot, e.Stayed)
+			}
 		case scheduler.Queued, scheduler.NotNow:
 		default:
 			b.effect(e)

@@ -328,8 +328,9 @@ func TestAGenerationThatComesTooLateOpensNothing(t *testing.T) {
 // faulty is an observer with a bug.
 type faulty struct{}
 
-func (faulty) Count(scheduler.Decision)   { panic("a bug") }
-func (faulty) Decided(scheduler.Decision) {}
+func (faulty) Count(scheduler.Decision)      { panic("a bug") }
+func (faulty) Resided(string, time.Duration) {}
+func (faulty) Decided(scheduler.Decision)    {}
 
 func TestAPanicInARequestLeavesTheBrokerUsable(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -29,6 +29,7 @@ type fakeGPU struct {
 	used  gpu.Bytes
 	lost  error // telemetry
 	looks int
+	tells func(*gpu.Device) // what it tells beside its memory
 }
 
 func (g *fakeGPU) move(by gpu.Bytes) {
@@ -56,7 +57,11 @@ func (g *fakeGPU) Sample(context.Context, gpu.Detail) (gpu.Sample, error) {
 	if g.lost != nil {
 		return gpu.Sample{}, g.lost
 	}
-	return gpu.Sample{At: time.Now(), Devices: []gpu.Device{{UUID: "GPU-1", Health: gpu.Healthy, Total: g.total, Free: g.total - g.used, MemoryKnown: true, Utilisation: -1, Temperature: -1, Power: -1}}}, nil
+	d := gpu.Device{UUID: "GPU-1", Health: gpu.Healthy, Total: g.total, Free: g.total - g.used, MemoryKnown: true, Utilisation: -1, Temperature: -1, Power: -1}
+	if g.tells != nil {
+		g.tells(&d)
+	}
+	return gpu.Sample{At: time.Now(), Devices: []gpu.Device{d}}, nil
 }
 
 // fakeServer is a model server that takes and gives memory of a fakeGPU.

@@ -12,6 +12,8 @@ import (
 type Observer interface {
 	// Count is called under the broker's lock, for every decision: it must not block.
 	Count(d scheduler.Decision)
+	// Resided is called under the broker's lock, when a slot that was loaded for so long is not any more: it must not block.
+	Resided(slot string, stayed time.Duration)
 	// Decided is called from one goroutine, in order, under no lock. In a flood of decisions some are left out.
 	Decided(d scheduler.Decision)
 }

@@ -93,7 +93,7 @@ type Consumer struct {
 	Waiting       int     `json:"waiting"`
 	TotalRequests uint64  `json:"total_requests"`
 	LastUsed      string  `json:"last_used,omitempty"`
-	LastPriority  int     `json:"last_priority,omitempty"`
+	LastPriority  *int    `json:"last_priority,omitempty"` // nil: nothing has run yet
 	StayWarmS     float64 `json:"stay_warm_s"`
 	Pinned        bool    `json:"pinned"`
 	Cloud         bool    `json:"cloud,omitempty"` // runs elsewhere: nothing of it is on a GPU
@@ -143,19 +143,14 @@ func (b *Broker) Status() Status {
 	}
 	c := snap.Counts
 	out.Scheduler = Totals{Evictions: c.Evictions, ManualUnloads: c.ManualUnloads, IdleUnloads: c.IdleUnloads, Draining: snap.Draining, UnloadFailures: c.UnloadFailures, Loads: c.Loads, LoadFailures: c.LoadFailures,
-		Refused: c.Refused, Cancelled: c.Cancelled, QueueDepth: snap.Waiting, InFlight: snap.Running, TotalJobs: c.Jobs, LastWaitMS: ms(c.LastWait), LastRunMS: ms(b.lastRun)}
-	var oldest time.Time
+		Refused: c.Refused, Cancelled: c.Cancelled, QueueDepth: snap.Waiting, InFlight: snap.Running, TotalJobs: c.Jobs, LastWaitMS: ms(c.LastWait), LastRunMS: ms(b.lastRun), OldestQueued: stamp(snap.Oldest)}
 	for _, w := range snap.Queue {
 		waiter := Waiter{Position: w.Position, Consumer: w.Slot, Client: w.Client, Priority: w.Priority, WaitedMS: ms(now.Sub(w.Submitted)), Reason: w.Why}
 		if w.Estimate >= 0 {
 			waiter.EstimateS = new(w.Estimate.Seconds())
 		}
 		out.Queue = append(out.Queue, waiter)
-		if oldest.IsZero() || w.Submitted.Before(oldest) {
-			oldest = w.Submitted
-		}
 	}
-	out.Scheduler.OldestQueued = stamp(oldest)
 	of := map[string][]scheduler.SlotView{}
 	for _, v := range snap.Slots {
 		name := ConsumerOf(v.Name)
@@ -199,7 +194,7 @@ func (b *Broker) gpu(g scheduler.GPUView) GPU {
 // consumerStatus puts the slots of a consumer together. It holds mu.
 func (b *Broker) consumerStatus(name string, slots []scheduler.SlotView) Consumer {
 	out := Consumer{Pinned: true, Draining: true, Removed: true, Slots: []Slot{}}
-	var used time.Time
+	var used, ran time.Time // the last use; that of the slot whose priority is told
 	for _, v := range slots {
 		one := b.slotStatus(v)
 		out.Slots = append(out.Slots, one)
@@ -208,8 +203,11 @@ func (b *Broker) consumerStatus(name string, slots []scheduler.SlotView) Consume
 		out.ResidentMiB += gpu.Bytes(one.Booking).MiB()
 		out.Active, out.Waiting = out.Active+v.Active+v.Held, out.Waiting+v.Waiting
 		out.Pinned, out.Draining, out.Removed = out.Pinned && v.Pinned, out.Draining && v.Draining, out.Removed && v.Gone
-		if v.LastUse.After(used) || used.IsZero() {
-			used, out.LastPriority = v.LastUse, v.LastPrio
+		if v.HasPrio && (out.LastPriority == nil || v.LastUse.After(ran)) {
+			ran, out.LastPriority = v.LastUse, &v.LastPrio
+		}
+		if v.LastUse.After(used) {
+			used = v.LastUse
 		}
 		if at := stamp(v.UnloadAt); at != "" && (out.UnloadAt == "" || at < out.UnloadAt) {
 			out.UnloadAt = at

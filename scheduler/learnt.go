@@ -58,7 +58,7 @@ func (s *State) recall(now time.Time, sl *slot) {
 	delete(s.past, sl.cfg.Name)
 	sl.loadCost = ewma{value: l.LoadCost, known: l.LoadCost > 0}
 	sl.stopCost = ewma{value: l.UnloadCost, known: l.UnloadCost > 0}
-	sl.lastPrio = l.LastPriority
+	sl.lastPrio, sl.recalled = l.LastPriority, !l.LastUse.IsZero()
 	if sl.lastUse = l.LastUse; sl.lastUse.After(now) { // the clock was set back
 		sl.lastUse = now
 	}

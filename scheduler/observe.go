@@ -64,7 +64,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 				t.want.victim = nil
 			}
 		}
-		sl.state, sl.since, sl.idleAt = s.startState(&c), now, time.Time{}
+		sl.state, sl.since, sl.idleAt, sl.loadedAt = s.startState(&c), now, time.Time{}, time.Time{}
 		sl.stop, sl.gate, sl.readyAt, sl.want = stopping{}, gate{}, now, target{}
 		sl.dead, sl.suspect, sl.deaths, sl.reviving = "", false, 0, false
 		s.recall(now, sl)

@@ -11,6 +11,7 @@ type Snapshot struct {
 	GPUs     []GPUView
 	Slots    []SlotView
 	Queue    []WaiterView // in the order of (priority, submitted at)
+	Oldest   time.Time    // when the oldest of all that wait was submitted, listed or not; zero: nobody waits
 	Waiting  int
 	Running  int
 	Counts   Counts
@@ -50,6 +51,7 @@ type SlotView struct {
 	ReadyAt   time.Time
 	IdleAt    time.Time
 	LastPrio  int
+	HasPrio   bool // LastPrio is that of a job: 0 is the most urgent, and what it is before the first
 	Pinned    bool
 	Draining  bool
 	UnloadAt  time.Time // when it will be unloaded if nobody uses it; zero: it won't
@@ -100,7 +102,7 @@ func (s *State) Snapshot(now time.Time) Snapshot {
 	for _, sl := range s.slots {
 		out.Slots = append(out.Slots, s.view(sl))
 	}
-	out.Queue = s.viewQueue(now)
+	out.Queue, out.Oldest = s.viewQueue(now), s.oldest()
 	return out
 }
 
@@ -119,7 +121,7 @@ func (s *State) Slot(name string) (SlotView, bool) {
 func (s *State) view(sl *slot) SlotView {
 	v := SlotView{Name: sl.cfg.Name, Disabled: sl.cfg.Disabled, Gone: sl.gone, State: sl.state, GateOpen: !sl.gate.closed, DrainFor: name(sl.gate.target),
 		Health: [...]string{"unknown", "healthy", "unhealthy"}[sl.health], Detail: sl.detail, Active: sl.active, Held: sl.held,
-		Waiting: sl.queue.count + sl.parked, Why: s.reason(sl), Claim: sl.cfg.Claim, LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio,
+		Waiting: sl.queue.count + sl.parked, Why: s.reason(sl), Claim: sl.cfg.Claim, LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio, HasPrio: sl.busy() || sl.runCost.known || sl.lastPrio != 0 || sl.recalled,
 		Pinned: sl.pinned(), CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad,
 		Draining: s.draining || s.ending || sl.draining, Measured: sl.took.measured()}
 	if s.idles(sl) && s.cfg.IdleUnload == IdleOn && !sl.gate.closed {
@@ -175,6 +177,21 @@ func (s *State) viewQueue(now time.Time) []WaiterView {
 		}
 	}
 	return out
+}
+
+// oldest is the earliest submission among all that wait; zero: nobody does.
+func (s *State) oldest() (at time.Time) {
+	for _, sl := range s.slots {
+		if first, ok := sl.queue.oldest(anyPriority); ok {
+			at = earlier(at, first)
+		}
+	}
+	for _, jobs := range s.resting.parked {
+		for _, j := range jobs {
+			at = earlier(at, j.submitted)
+		}
+	}
+	return at
 }
 
 // estimate is how long a job may still wait that has so many before it on its

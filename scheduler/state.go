@@ -125,6 +125,7 @@ type slot struct {
 	first     JobID     // the job inside which a lazy server loads
 	warming   bool      // … which counts as a transition until it ends
 	started   int       // jobs started since READY
+	loadedAt  time.Time // since when it is loaded, unloads that failed or go on included; zero: it is not, as far as was seen
 	readyAt   time.Time
 	idleAt    time.Time     // later of READY and the last job's end
 	leftAt    time.Time     // the last departure of one who waited
@@ -133,6 +134,7 @@ type slot struct {
 	warmFor   time.Duration // idle time that the last job asked for; 0: the slot's own
 	lastUse   time.Time     // end of the last real work
 	lastPrio  int
+	recalled  bool      // its last use, and the priority of that, are known from before a restart
 	observed  time.Time // the idleAt for which it was said that it would be unloaded
 	draining  bool      // no more jobs are let in
 	lent      bool      // one of its GPUs is: nothing is loaded or run there
@@ -364,6 +366,9 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 	}
 	if state == Ready {
 		sl.evicted = false
+		if sl.loadedAt.IsZero() {
+			sl.loadedAt = now
+		}
 		sl.readyAt, sl.idleAt, sl.started, sl.emptyAt = now, now, 0, time.Time{}
 		sl.renewing = false // one that is loaded again, past us, is offered to be replaced anew
 	}
@@ -375,6 +380,10 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 			t.want.victim = nil
 		}
 		sl.gate = gate{}
+		if !sl.loadedAt.IsZero() {
+			s.emit(Effect{Kind: Resided, Slot: sl.cfg.Name, Stayed: now.Sub(sl.loadedAt)})
+			sl.loadedAt = time.Time{}
+		}
 		s.place(sl) // the configuration may have moved it while it was loaded
 		sl.lent = s.cfg.Mode == Evicting && s.lentOn(now, sl)
 	}

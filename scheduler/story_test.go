@@ -42,7 +42,7 @@ func (c *checker) story() string {
 func tell(effects []Effect) string {
 	var parts []string
 	for _, f := range effects {
-		kind := [...]string{"queued", "admit", "refuse", "LOAD", "UNLOAD", "check busy", "probe", "look", "dropped", "not now", "decided", "renew"}[f.Kind]
+		kind := [...]string{"queued", "admit", "refuse", "LOAD", "UNLOAD", "check busy", "probe", "look", "dropped", "not now", "decided", "renew", "resided"}[f.Kind]
 		switch {
 		case f.Decision != nil:
 			parts = append(parts, fmt.Sprintf("[%s %s: %s]", f.Decision.Kind, f.Slot, f.Decision.Reason))

@@ -315,6 +315,7 @@ const (
 	NotNow                        // a job that asked to be admitted at once can not be
 	Decided                       // for the record: see Decision
 	Renew                         // the driver of Slot, which is stale, may be replaced now: it is not loaded
+	Resided                       // Slot is not loaded any more: see Stayed
 )
 
 // Effect is something that the driver must do.
@@ -324,7 +325,8 @@ type Effect struct {
 	Slot     string
 	Epoch    uint64
 	After    time.Duration
-	Loads    bool // of Admit: the server loads inside this job
+	Loads    bool          // of Admit: the server loads inside this job
+	Stayed   time.Duration // of Resided: how long it was loaded, as far as was seen
 	Refusal  *Refusal
 	Decision *Decision
 }

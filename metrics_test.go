@@ -1,0 +1,69 @@
+package gpubroker
+
+import (
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
+	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+)
+
+// shown is a status that is collected as the broker's own.
+type shown struct {
+	status broker.Status
+	held   int64
+}
+
+func (shown) Describe(ch chan<- *prometheus.Desc) { live{}.Describe(ch) }
+
+func (s shown) Collect(ch chan<- prometheus.Metric) { collect(s.status, s.held, ch) }
+
+// gathered are the series of a registry by name and labels, of which each is `name{value,value}`.
+func gathered(t *testing.T, c ...prometheus.Collector) map[string]*dto.Metric {
+	t.Helper()
+	r := prometheus.NewPedanticRegistry()
+	r.MustRegister(c...)
+	families, err := r.Gather()
+	require.NoError(t, err)
+	out := map[string]*dto.Metric{}
+	for _, f := range families {
+		for _, m := range f.Metric {
+			name := f.GetName()
+			for _, l := range m.Label {
+				name += " " + l.GetValue()
+			}
+			out[name] = m
+		}
+	}
+	return out
+}
+
+func TestMetricsTellHowBusyAGPUIsIfTheDriverDoes(t *testing.T) {
+	got := gathered(t, shown{broker.Status{GPUs: []broker.GPU{
+		{Index: 0, Health: string(gpu.Healthy), Utilisation: new(37)}, {Index: 1, Health: string(gpu.Healthy), Utilisation: new(0)}, {Index: 2, Health: string(gpu.Healthy)},
+	}}, 4096})
+	require.InDelta(t, 0.37, got["caddy_gpu_broker_gpu_utilization_ratio 0"].GetGauge().GetValue(), 1e-9)
+	require.Contains(t, got, "caddy_gpu_broker_gpu_utilization_ratio 1")
+	require.Zero(t, got["caddy_gpu_broker_gpu_utilization_ratio 1"].GetGauge().GetValue())
+	require.NotContains(t, got, "caddy_gpu_broker_gpu_utilization_ratio 2")
+	require.Equal(t, 4096.0, got["caddy_gpu_broker_buffered_bytes"].GetGauge().GetValue())
+}
+
+func TestResidencyIsCountedByConsumerAndTellsDaysApart(t *testing.T) {
+	observer{}.Resided("stays/one", 30*time.Second)
+	observer{}.Resided("stays/another", 2*24*time.Hour)
+	h := gathered(t, metrics.residency)["caddy_gpu_broker_residency_seconds stays"].GetHistogram()
+	require.EqualValues(t, 2, h.GetSampleCount(), "models would be labels without a bound")
+	require.Equal(t, 2*24*3600+30.0, h.GetSampleSum())
+	var below float64
+	for _, b := range h.Bucket {
+		if b.GetCumulativeCount() < 2 {
+			below = b.GetUpperBound()
+		}
+	}
+	require.Equal(t, 24*3600.0, below)
+}
