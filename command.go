@@ -20,6 +20,7 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/simulate"
 )
@@ -251,7 +252,7 @@ func readApp(path string) (*App, error) {
 		return nil, fmt.Errorf("%s: gpu_broker: %w", path, err)
 	}
 	if err := config.Resolve(&app.Broker, lookUpPreset); err != nil {
-		return nil, fmt.Errorf("%s: %w", path, err)
+		return nil, faultlines.Prefix(path, err)
 	}
 	return app, nil
 }
@@ -266,21 +267,16 @@ func (a *App) traits(ctx context.Context) (map[string]lifecycle.Traits, error) {
 		if c.Cloud || c.Shares != "" {
 			continue
 		}
-		mod, err := cctx.LoadModule(c, "LifecycleRaw")
+		guest, err := loadLifecycle(cctx, c)
 		if err == nil {
-			guest, ok := mod.(lifecycle.Guest)
-			if !ok {
-				err = fmt.Errorf("module %T is no lifecycle", mod)
-			} else {
-				var d lifecycle.Driver
-				if d, err = guest.Open(lifecycle.Deps{Consumer: c.Name, Upstream: c.Upstream, Logger: zap.NewNop()}); err == nil {
-					out[c.Name] = d.Traits()
-					err = d.Close()
-				}
+			var d lifecycle.Driver
+			if d, err = guest.Open(lifecycle.Deps{Consumer: c.Name, Upstream: c.Upstream, Logger: zap.NewNop()}); err == nil {
+				out[c.Name] = d.Traits()
+				err = d.Close()
 			}
 		}
 		if err != nil {
-			faults = append(faults, fmt.Errorf("consumer %q%s: %w", c.Name, source(c), err))
+			faults = append(faults, faultlines.Prefix(title(c), err))
 		}
 	}
 	return out, errors.Join(faults...)

@@ -17,8 +17,8 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/doctor"
-	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu/auto"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
@@ -156,17 +156,18 @@ func readSite(s *doctor.Site, doc []byte) *App {
 }
 
 func openSampler(ctx caddy.Context, s *doctor.Site, app *App) {
-	raw := app.GPURaw // LoadModule takes it away
-	mod, err := ctx.LoadModule(app, "GPURaw")
-	app.GPURaw = raw
 	s.Sampler = nil
-	if err != nil {
-		s.Faults = append(s.Faults, fmt.Errorf("gpu: %w", err))
+	raw := app.GPURaw
+	if len(raw) == 0 { // its fault is told
 		return
 	}
-	if guest, ok := mod.(gpu.Guest); ok {
-		s.Sampler = guest
+	guest, err := app.loadSampler(ctx)
+	app.GPURaw = raw
+	if err != nil {
+		s.Faults = append(s.Faults, err)
+		return
 	}
+	s.Sampler = guest
 }
 
 // openDrivers opens a driver for each consumer, which starts nothing.
@@ -176,9 +177,12 @@ func openDrivers(ctx caddy.Context, s *doctor.Site, app *App) {
 			continue
 		}
 		s.Lifecycles[c.Name] = c.LifecycleRaw
+		if len(c.LifecycleRaw) == 0 { // its fault is told
+			continue
+		}
 		d, err := openDriver(ctx, c, s.Timeout, app)
 		if err != nil {
-			s.Faults = append(s.Faults, fmt.Errorf("consumer %q%s: %w", c.Name, source(c), err))
+			s.Faults = append(s.Faults, faultlines.Prefix(title(c), err))
 			continue
 		}
 		s.Drivers[c.Name] = d
@@ -186,15 +190,11 @@ func openDrivers(ctx caddy.Context, s *doctor.Site, app *App) {
 }
 
 func openDriver(ctx caddy.Context, c *config.Consumer, timeout time.Duration, app *App) (lifecycle.Driver, error) {
-	raw := c.LifecycleRaw // LoadModule takes it away
-	mod, err := ctx.LoadModule(c, "LifecycleRaw")
+	raw := c.LifecycleRaw // is taken away
+	guest, err := loadLifecycle(ctx, c)
 	c.LifecycleRaw = raw
 	if err != nil {
 		return nil, err
-	}
-	guest, ok := mod.(lifecycle.Guest)
-	if !ok {
-		return nil, fmt.Errorf("module %T is no lifecycle", mod)
 	}
 	return guest.Open(lifecycle.Deps{Consumer: c.Name, Upstream: c.Upstream, Logger: zap.NewNop(),
 		Limits: lifecycle.NewLimits(min(timeout, time.Duration(app.ProbeTimeout)), 0)})
@@ -207,20 +207,13 @@ func checkRoutes(s *doctor.Site, app *App) {
 		h := &Handler{app: app}
 		err := json.Unmarshal(raw, &h.Route)
 		if err == nil {
-			err = errors.Join(h.Check(), h.CheckNames(app.names()))
+			err = h.check()
 		}
 		if err == nil && sound {
 			err = h.provisionTargets()
 		}
-		if err == nil {
-			continue
-		}
-		for fault := range strings.Lines(err.Error()) {
-			place := "gpu_broker"
-			if h.Source != "" {
-				place += " (" + h.Source + ")"
-			}
-			s.Faults = append(s.Faults, fmt.Errorf("%s: %s", place, strings.TrimSpace(fault)))
+		if err != nil {
+			s.Faults = append(s.Faults, h.titled(err))
 		}
 	}
 }

@@ -3,6 +3,7 @@ package gpubroker
 import (
 	"encoding/json"
 	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -75,11 +76,83 @@ func TestDoctorReadsJSONToo(t *testing.T) {
 	for text, want := range map[string]string{
 		"no JSON": "invalid character",
 		`{}`:      "has no app gpu_broker",
-		`{"apps":{"gpu_broker":{"gpu":{"driver":"simulatde"}}}}`:                         "did you mean simulated?",
-		`{"apps":{"gpu_broker":{"consumers":[{"name":"a","vram":1,"preset":"olama"}]}}}`: "did you mean ollama?",
+		`{"apps":{"gpu_broker":{"gpu":{"driver":"simulatde"}}}}`:                                                                                  "did you mean simulated?",
+		`{"apps":{"gpu_broker":{"consumers":[{"name":"a","vram":1,"preset":"olama"}]}}}`:                                                          "did you mean ollama?",
+		`{"apps":{"gpu_broker":{"consumers":[null]},"http":{"servers":{"a":{"routes":[{"handle":[{"handler":"gpu_broker","consumer":"b"}]}]}}}}}`: "it is null: leave it out",
 	} {
 		out, err := command(t, "doctor", "--config", file(t, "site.json", text))
 		assert.Error(t, err, text)
 		assert.Contains(t, out, want, text)
+	}
+}
+
+// Settings, lifecycles and routes are faulty, and each fault is told once, where it stands.
+func TestDoctorTellsEachFaultOfTheConfigurationWhereItStands(t *testing.T) {
+	const site = `{
+	admin off
+	gpu_broker {
+		gpu simulatde 16GiB
+		max_queue 10
+		reserved_interactive 20 below 100
+		restore nobody after 2m
+		consumer a {
+			vram 1GiB
+			process sleep {gpu_broker.prot} {
+				signal SIGNOTHING
+			}
+			unload POST /x#y
+		}
+		consumer b {
+			vram 1GiB
+			upstream 127.0.0.1:1
+			preset olama
+		}
+	}
+}
+
+http://localhost:28999 {
+	gpu_broker a {
+		fallback x y
+	}
+	gpu_broker c
+}
+`
+	find := func(text string) (found []doctor.Finding) {
+		out, err := command(t, "doctor", "--json", "--config", file(t, "Caddyfile", text))
+		assert.Error(t, err)
+		var r doctor.Report
+		require.NoError(t, json.Unmarshal([]byte(out), &r), "%s", out)
+		for _, f := range r.Findings {
+			if f.Severity == doctor.Error && f.Check == "config" {
+				found = append(found, f)
+			}
+		}
+		return found
+	}
+	found := find(site)
+	if assert.Len(t, found, 1, "%+v", found) { // Caddy reads no further
+		assert.Contains(t, found[0].What, "did you mean simulated?")
+	}
+	found = find(strings.Replace(site, "simulatde 16GiB", "simulated 0B", 1))
+	want := []struct {
+		line int
+		what string
+	}{
+		{6, "gpu_broker: reserved_interactive has 20 places"},
+		{18, "unknown preset"},
+		{7, `gpu_broker: unknown consumer in restore "nobody"`},
+		{4, "gpu_broker: gpu simulated: GPU 0 has no memory"},
+		{8, "lifecycle process: command: word 2"},
+		{11, `lifecycle process: signal "SIGNOTHING" is unknown`},
+		{13, `lifecycle process: server: lifecycle http: unload: path "/x#y" has a #`},
+		{24, `gpu_broker: unknown consumer in fallback "x"`},
+		{24, `gpu_broker: unknown consumer in fallback "y"`},
+		{27, `gpu_broker: unknown consumer "c"`},
+	}
+	if assert.Len(t, found, len(want), "%+v", found) {
+		for i, w := range want {
+			assert.Contains(t, found[i].What, w.what)
+			assert.Regexp(t, fmt.Sprintf("Caddyfile:%d$", w.line), found[i].Where, w.what)
+		}
 	}
 }

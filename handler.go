@@ -70,18 +70,12 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	}
 	h.app = app.(*App)
 	h.pool = h.app.pool
-	place := "gpu_broker"
-	if h.Source != "" {
-		place += " (" + h.Source + ")"
+	err = h.check()
+	if err == nil {
+		err = h.provisionTargets()
 	}
-	if err := h.Check(); err != nil {
-		return fmt.Errorf("%s: %w", place, err)
-	}
-	if err := h.CheckNames(h.app.names()); err != nil {
-		return fmt.Errorf("%s: %w", place, err)
-	}
-	if err := h.provisionTargets(); err != nil {
-		return fmt.Errorf("%s: %w", place, err)
+	if err != nil {
+		return h.titled(err)
 	}
 	if h.maxBody = int64(h.MaxBody); h.maxBody == 0 {
 		h.maxBody = int64(h.app.MaxBody)
@@ -111,9 +105,6 @@ func (h *Handler) provisionTargets() (err error) {
 			return err
 		}
 		fields = h.byModel.sources.Fields()
-		if h.StreamBody && len(fields) > 0 {
-			return fmt.Errorf("stream_body, but the requests of consumer %q name their model in the body: leave stream_body out, or say model_from header or path at the consumer", h.Consumer)
-		}
 	}
 	if h.ReadsBody() || len(fields) > 0 {
 		h.plan, err = routing.NewPlan(fields, h.Metadata, h.TrustBody)
@@ -124,7 +115,9 @@ func (h *Handler) provisionTargets() (err error) {
 func (a *App) names() []string {
 	var out []string
 	for _, c := range a.Consumers {
-		out = append(out, c.Name)
+		if c != nil {
+			out = append(out, c.Name)
+		}
 	}
 	return out
 }

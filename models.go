@@ -35,10 +35,7 @@ func (h *Handler) newByModel(only *config.Consumer) (*byModel, error) {
 	m := &byModel{only: only}
 	from, consumers := h.ModelFrom, h.app.Consumers
 	if only != nil {
-		consumers = []*config.Consumer{only}
-		if from = only.ModelFrom; len(from) == 0 {
-			from = []config.ModelFrom{{Source: config.FromBody}}
-		}
+		consumers, from = []*config.Consumer{only}, modelFrom(only)
 	}
 	var named []routing.Named
 	var listed []routing.Listed
@@ -48,7 +45,7 @@ func (h *Handler) newByModel(only *config.Consumer) (*byModel, error) {
 		listed = append(listed, shown...)
 	}
 	m.lists = routing.NewLists(listed)
-	var faults [5]error
+	var faults [4]error
 	m.sources, faults[0] = routing.NewSources(from)
 	m.names, faults[1] = routing.NewNames(named)
 	var touch config.RoutePatterns
@@ -57,11 +54,16 @@ func (h *Handler) newByModel(only *config.Consumer) (*byModel, error) {
 	m.bypass = append(m.bypass, touch...)
 	if h.Default != "" {
 		m.none = h.targets[h.Default]
-		if c := h.app.consumer(h.Default); c != nil && c.HasModels() {
-			faults[4] = fmt.Errorf("default names consumer %q, which has several models: name one without, or leave default out", h.Default)
-		}
 	}
 	return m, errors.Join(faults[:]...)
+}
+
+// modelFrom is where the requests of a consumer with models name theirs.
+func modelFrom(c *config.Consumer) []config.ModelFrom {
+	if len(c.ModelFrom) == 0 {
+		return []config.ModelFrom{{Source: config.FromBody}}
+	}
+	return c.ModelFrom
 }
 
 // names is what requests may call a consumer or its models, and what of that lists show.

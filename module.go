@@ -28,6 +28,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	_ "github.com/gpu-broker/caddy-gpu-broker/gpu/samplers" // every sampler
+	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	_ "github.com/gpu-broker/caddy-gpu-broker/lifecycle/docker" // a server that Docker starts
 	httplife "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
@@ -60,11 +61,9 @@ func (App) CaddyModule() caddy.ModuleInfo {
 // Provision parses and checks. It starts nothing and changes no running broker:
 // it also runs for `caddy validate` and for configurations that fail later.
 func (a *App) Provision(ctx caddy.Context) error {
-	if err := config.Resolve(&a.Broker, lookUpPreset); err != nil {
-		return err
-	}
+	faults := config.Resolve(&a.Broker, lookUpPreset)
 	g := &broker.Generation{Config: &a.Broker, Logger: ctx.Logger(), Lifecycles: map[string]lifecycle.Guest{}, Keys: map[string]string{}}
-	if err := a.loadGuests(ctx, g); err != nil {
+	if err := errors.Join(faults, a.loadGuests(ctx, g)); err != nil {
 		return err
 	}
 	events, err := ctx.App("events")
@@ -92,62 +91,87 @@ func (a *App) Provision(ctx caddy.Context) error {
 	return nil
 }
 
-// loadGuests provisions the sampler and the lifecycles, and remembers what each was made from.
+// loadGuests provisions the sampler and the lifecycles, and remembers what each was made from. It passes over those
+// that config.Resolve has found faulty.
 func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
-	g.SamplerKey = hash(a.GPURaw)
-	mod, err := ctx.LoadModule(a, "GPURaw")
-	if err != nil {
-		return fmt.Errorf("gpu: %w", err)
-	}
-	sampler, ok := mod.(gpu.Guest)
-	if !ok {
-		return fmt.Errorf("gpu: module %T is no sampler", mod)
-	}
-	g.Sampler = sampler
-
 	var faults []error
+	var err error
+	if g.SamplerKey = hash(a.GPURaw); len(a.GPURaw) > 0 {
+		if g.Sampler, err = a.loadSampler(ctx); err != nil {
+			faults = append(faults, err)
+		}
+	}
 	a.starts = map[string]bool{}
 	for _, c := range a.Consumers {
-		if c.Shares != "" {
+		if c == nil || c.Shares != "" || len(c.LifecycleRaw) == 0 {
 			continue
 		}
 		for _, lack := range presets.Lacking(c) {
 			ctx.Logger().Warn(lack, zap.String("consumer", c.Name))
 		}
-		raw := c.LifecycleRaw // LoadModule takes it away
-		mod, err := ctx.LoadModule(c, "LifecycleRaw")
+		raw := c.LifecycleRaw // is taken away
+		guest, err := loadLifecycle(ctx, c)
 		if err != nil {
-			faults = append(faults, fmt.Errorf("consumer %q%s: %w", c.Name, source(c), err))
-			continue
-		}
-		guest, ok := mod.(lifecycle.Guest)
-		if !ok {
-			faults = append(faults, fmt.Errorf("consumer %q%s: module %T is no lifecycle", c.Name, source(c), mod))
+			faults = append(faults, err)
 			continue
 		}
 		g.Lifecycles[c.Name] = guest
-		if _, http := mod.(*httplife.Lifecycle); !http {
+		if _, http := guest.(*httplife.Lifecycle); !http {
 			a.starts[c.Name] = true
 		}
 		var values string // of placeholders: the text may be the same, and what it stands for another
-		if f, ok := mod.(lifecycle.Fingerprinter); ok {
+		if f, ok := guest.(lifecycle.Fingerprinter); ok {
 			values = f.Fingerprint()
 		}
 		g.Keys[c.Name] = hash(raw, []byte(values), []byte(c.Upstream))
 	}
 	for _, c := range a.Consumers {
-		if a.starts[c.Shares] {
+		if c != nil && a.starts[c.Shares] {
 			a.starts[c.Name] = true
 		}
 	}
 	return errors.Join(faults...)
 }
 
-func source(c *config.Consumer) string {
-	if c.Source == "" {
-		return ""
+// loadSampler provisions the sampler. It takes GPURaw away.
+func (a *App) loadSampler(ctx caddy.Context) (gpu.Guest, error) {
+	title, id := faultlines.Title("gpu_broker", a.Sources["gpu"]), moduleID(config.SamplerNamespace, "driver", a.GPURaw)
+	mod, err := ctx.LoadModule(a, "GPURaw")
+	if err != nil {
+		return nil, faultlines.Prefix(title, faultlines.OfModule("gpu "+caddy.ModuleID(id).Name(), id, err))
 	}
-	return " (" + c.Source + ")"
+	sampler, ok := mod.(gpu.Guest)
+	if !ok {
+		return nil, fmt.Errorf("%s: gpu: module %T is no sampler", title, mod)
+	}
+	return sampler, nil
+}
+
+// loadLifecycle provisions the lifecycle of a consumer. It takes LifecycleRaw away.
+func loadLifecycle(ctx caddy.Context, c *config.Consumer) (lifecycle.Guest, error) {
+	id := moduleID(config.LifecycleNamespace, "protocol", c.LifecycleRaw)
+	mod, err := ctx.LoadModule(c, "LifecycleRaw")
+	if err != nil {
+		return nil, faultlines.Prefix(title(c), faultlines.OfModule("lifecycle "+caddy.ModuleID(id).Name(), id, err))
+	}
+	guest, ok := mod.(lifecycle.Guest)
+	if !ok {
+		return nil, fmt.Errorf("%s: module %T is no lifecycle", title(c), mod)
+	}
+	return guest, nil
+}
+
+// moduleID is the ID of the module that raw names at key.
+func moduleID(namespace, key string, raw json.RawMessage) string {
+	var fields map[string]any
+	_ = json.Unmarshal(raw, &fields) // what can't be read names none
+	name, _ := fields[key].(string)
+	return namespace + "." + name
+}
+
+// title names a consumer in faults.
+func title(c *config.Consumer) string {
+	return faultlines.Title(fmt.Sprintf("consumer %q", c.Name), c.Source)
 }
 
 func lookUpPreset(name string) (json.RawMessage, []string, error) { return presets.Load(name) }
@@ -248,7 +272,7 @@ func (a *App) Cleanup() error {
 // consumer is the configuration of a consumer, by name.
 func (a *App) consumer(name string) *config.Consumer {
 	for _, c := range a.Consumers {
-		if c.Name == name {
+		if c != nil && c.Name == name {
 			return c
 		}
 	}

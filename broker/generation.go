@@ -12,6 +12,7 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
@@ -169,7 +170,7 @@ func (b *Broker) open(g *Generation) (map[string]opened, error) {
 			for _, o := range all {
 				_ = o.driver.Close()
 			}
-			return nil, fmt.Errorf("consumer %q: %w", cc.Name, err)
+			return nil, faultlines.Prefix(faultlines.Title(fmt.Sprintf("consumer %q", cc.Name), cc.Source), err)
 		}
 	}
 	return all, nil

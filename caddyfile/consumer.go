@@ -3,7 +3,6 @@ package caddyfile
 import (
 	"encoding/json"
 	"errors"
-	"fmt"
 	"net/http"
 
 	"github.com/caddyserver/caddy/v2/caddyconfig"
@@ -15,7 +14,7 @@ import (
 // consumer reads `consumer NAME { ... }` and adds it to b.
 func consumer(b *config.Broker) word {
 	return func(d *caddyfile.Dispenser) error {
-		c := &config.Consumer{Source: fmt.Sprintf("%s:%d", d.File(), d.Line())}
+		c := &config.Consumer{Source: source(d)}
 		if !d.AllArgs(&c.Name) {
 			return errors.Join(wants(d, "consumer NAME { ... }"), readConsumer(d, c))
 		}
@@ -116,7 +115,7 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 // readModel reads `model NAME { ... }` and adds it to c.
 func readModel(c *config.Consumer) word {
 	return func(d *caddyfile.Dispenser) error {
-		m := &config.Model{Source: fmt.Sprintf("%s:%d", d.File(), d.Line())}
+		m := &config.Model{Source: source(d)}
 		if !d.AllArgs(&m.Name) {
 			return wants(d, "model NAME { ... }")
 		}
@@ -171,7 +170,7 @@ func (l *lifecycle) json() (json.RawMessage, error) {
 
 // read reads `lifecycle PROTOCOL { ... }`.
 func (l *lifecycle) read(d *caddyfile.Dispenser) error {
-	at := fmt.Sprintf("%s:%d", d.File(), d.Line())
+	at := source(d)
 	if !d.NextArg() {
 		return wants(d, "lifecycle PROTOCOL { ... }")
 	}
@@ -196,7 +195,7 @@ func (l *lifecycle) read(d *caddyfile.Dispenser) error {
 
 // started reads `PROTOCOL ...`, short for `lifecycle PROTOCOL ...`, of one that starts the server.
 func (l *lifecycle) started(d *caddyfile.Dispenser) error {
-	at := fmt.Sprintf("%s:%d", d.File(), d.Line())
+	at := source(d)
 	if l.otherAt != "" {
 		return d.Errf("%s: how the server is started is said already, at %s: leave one of them out", d.Val(), l.otherAt)
 	}
@@ -270,6 +269,6 @@ func (l *lifecycle) httpWords() map[string]word {
 // noteHTTP notes that a word of the protocol http stands here.
 func (l *lifecycle) noteHTTP(d *caddyfile.Dispenser) {
 	if l.httpAt == "" {
-		l.httpAt = fmt.Sprintf("%s:%d", d.File(), d.Line())
+		l.httpAt = source(d)
 	}
 }

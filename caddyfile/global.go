@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 
 	"github.com/caddyserver/caddy/v2"
@@ -22,6 +23,7 @@ func ParseGlobal(d *caddyfile.Dispenser, existing *config.Broker) (*config.Broke
 	if existing != nil {
 		*b = *existing
 		b.Consumers = slices.Clone(existing.Consumers)
+		b.Sources = maps.Clone(existing.Sources)
 	}
 	var faults []error
 	for d.Next() {
@@ -29,7 +31,7 @@ func ParseGlobal(d *caddyfile.Dispenser, existing *config.Broker) (*config.Broke
 		if len(d.RemainingArgs()) > 0 {
 			faults = append(faults, wants(d, name+" { ... }"))
 		}
-		faults = append(faults, readBlock(d, name, brokerWords(b)))
+		faults = append(faults, readBlock(d, name, noted(b, brokerWords(b))))
 	}
 	if err := errors.Join(faults...); err != nil {
 		return nil, err
@@ -86,6 +88,28 @@ func brokerWords(b *config.Broker) map[string]word {
 		"request_log":          single(s, &b.RequestLog, "/var/log/caddy/gpu-requests.csv", anyText),
 	}
 }
+
+// noted are words that note where they stand in b, but for those whose value does so itself.
+func noted(b *config.Broker, words map[string]word) map[string]word {
+	for name, read := range words {
+		if name == "consumer" || name == "restore" {
+			continue
+		}
+		words[name] = func(d *caddyfile.Dispenser) error {
+			if b.Sources == nil {
+				b.Sources = map[string]string{}
+			}
+			if b.Sources[name] == "" {
+				b.Sources[name] = source(d)
+			}
+			return read(d)
+		}
+	}
+	return words
+}
+
+// source is where d stands.
+func source(d *caddyfile.Dispenser) string { return fmt.Sprintf("%s:%d", d.File(), d.Line()) }
 
 // sampler reads `gpu <driver> ...`; the driver's module reads the rest.
 func sampler(field *json.RawMessage) word {

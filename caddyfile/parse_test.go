@@ -37,7 +37,8 @@ func TestParseGlobalAddsToWhatExistsAndLeavesItAlone(t *testing.T) {
 		t.Errorf("existing became %s, was %s", got, before)
 	}
 	want := `{"max_queue":5,"budget":60000000000,"consumers":[` +
-		`{"name":"a","vram":"1GiB","source":"Testfile:3"},{"name":"b","vram":"2GiB","source":"Testfile:3"}]}`
+		`{"name":"a","vram":"1GiB","source":"Testfile:3"},{"name":"b","vram":"2GiB","source":"Testfile:3"}],` +
+		`"sources":{"budget":"Testfile:2","max_queue":"Testfile:2"}}`
 	if got := string(caddyconfig.JSON(both, nil)); got != want {
 		t.Errorf("got  %s\nwant %s", got, want)
 	}
@@ -86,7 +87,7 @@ func TestEveryFieldOfTheConfigHasItsWord(t *testing.T) {
 		for i := range typ.NumField() {
 			name, _, _ := strings.Cut(typ.Field(i).Tag.Get("json"), ",")
 			switch name {
-			case "", "name", "source":
+			case "", "name", "source", "sources":
 				continue
 			case "consumer": // stands after the directive
 				continue

@@ -1,6 +1,7 @@
 package caddyfile
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -21,16 +22,20 @@ func reserved(field **config.Reserved) word {
 		if len(args) != 3 || args[1] != "below" {
 			return wants(d, name+" PLACES below PRIORITY, as in "+name+" 16 below 100")
 		}
+		var faults []error
 		places, err := number(1)(args[0])
 		if err != nil {
-			return d.Errf("%s: %w", name, err)
+			faults = append(faults, d.Errf("%s: %w", name, err))
 		}
 		below, err := priorityNumber(args[2])
-		if err != nil {
-			return d.Errf("%s: %w", name, err)
+		switch {
+		case err != nil:
+			faults = append(faults, d.Errf("%s: %w", name, err))
+		case below == 0:
+			faults = append(faults, d.Errf("%s: no priority is below 0", name))
 		}
-		if below == 0 {
-			return d.Errf("%s: no priority is below 0", name)
+		if len(faults) > 0 {
+			return errors.Join(faults...)
 		}
 		value := config.Reserved{Places: places, Below: below}
 		if first := *field; first != nil && *first != value {
@@ -90,7 +95,7 @@ func restore(field *[]config.Restore) word {
 				return nil
 			}
 		}
-		*field = append(slices.Clip(*field), config.Restore{Consumer: args[0], After: after})
+		*field = append(slices.Clip(*field), config.Restore{Consumer: args[0], After: after, Source: source(d)})
 		return nil
 	}
 }
@@ -102,10 +107,14 @@ func checkedList(field *[]string, example string, check func(string) error) word
 		if err := list(&values, example)(d); err != nil {
 			return err
 		}
+		var faults []error
 		for _, value := range values {
 			if err := check(value); err != nil {
-				return d.WrapErr(err)
+				faults = append(faults, d.WrapErr(err))
 			}
+		}
+		if len(faults) > 0 {
+			return errors.Join(faults...)
 		}
 		*field = append(*field, values...)
 		return nil

@@ -74,7 +74,7 @@ func ParseRoute(d *caddyfile.Dispenser) (*Route, error) {
 	for d.Next() {
 		name := d.Val()
 		if r.Source == "" {
-			r.Source = fmt.Sprintf("%s:%d", d.File(), d.Line())
+			r.Source = source(d)
 		}
 		args := d.RemainingArgs()
 		switch {

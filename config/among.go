@@ -5,6 +5,8 @@ import (
 	"slices"
 	"strconv"
 	"unicode"
+
+	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
 )
 
 // maxAlias is the greatest length of an alias: names of models are longer than those of consumers.
@@ -104,9 +106,9 @@ func (f *faults) checkAliases(who string, c *Consumer, titles, aliases map[strin
 
 // checkRestore checks what is to be loaded again.
 func (f *faults) checkRestore(b *Broker, byName map[string]*Consumer, names []string) {
-	const who = "gpu_broker"
 	seen := map[string]bool{}
 	for _, r := range b.Restore {
+		who := faultlines.Title("gpu_broker", r.Source)
 		c := byName[r.Consumer]
 		switch {
 		case c == nil:

@@ -109,6 +109,10 @@ type Broker struct {
 
 	// The model servers, in the order in which unexplained memory is given to them.
 	Consumers []*Consumer `json:"consumers,omitempty"`
+
+	// Where its settings stand, `file:line`, each by its name here: the Caddyfile's adapter writes it, so that errors
+	// can name the place. It has no effect.
+	Sources map[string]string `json:"sources,omitempty"`
 }
 
 // Consumer is a model server that may hold GPU memory.
@@ -253,4 +257,7 @@ type Restore struct {
 	Consumer string `json:"consumer"`
 	// For how long nothing must have run or waited on its GPU.
 	After caddy.Duration `json:"after"`
+
+	// Where it stands, `file:line`: the Caddyfile's adapter writes it. It has no effect.
+	Source string `json:"source,omitempty"`
 }

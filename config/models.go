@@ -7,6 +7,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
 )
 
 // MaxModelName is the greatest length of a model's name, in bytes.
@@ -55,10 +56,7 @@ func (f *faults) checkModels(who string, c *Consumer, b *Broker) {
 			f.add(who, "model number %d is null: leave it out", i+1)
 			continue
 		}
-		at := who + ": model " + strconv.Quote(m.Name)
-		if m.Source != "" {
-			at += " (" + m.Source + ")"
-		}
+		at := who + ": " + faultlines.Title("model "+strconv.Quote(m.Name), m.Source)
 		if err := CheckModelName(m.Name); err != nil {
 			f.add(at, "%w", err)
 		}

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+
+	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
 )
 
 // Presets looks a preset up: its JSON, an object with fields of a Consumer. It
@@ -25,7 +27,7 @@ func (c *Consumer) withPreset(presets Presets) (*Consumer, error) {
 		preset, known, err = presets(c.Preset)
 	}
 	if err != nil {
-		return c, fmt.Errorf("preset %s: %w", c.Preset, err)
+		return c, faultlines.Prefix("preset "+c.Preset, err)
 	}
 	if preset == nil {
 		return c, Unknown("preset", c.Preset, known)

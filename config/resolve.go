@@ -1,6 +1,7 @@
 package config
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
 )
 
 // maxName is the greatest length of a consumer's name: it is a label of metrics.
@@ -25,14 +27,17 @@ const maxSize = 1024 * gpu.TiB
 // upstream, fills in all defaults (but Cushion's, see CushionFor) and checks
 // everything. presets may be nil, if there are none.
 //
-// Its error holds all faults at once, each in a line of its own.
+// Its error holds all faults at once, each in a line of its own. Then the GPURaw and LifecycleRaw that are empty are
+// those whose faults are told, so that the others can be looked into all the same.
 func Resolve(b *Broker, presets Presets) error {
 	f := &faults{}
 	f.checkDriver(b)
+	noDriver := len(f.list) > 0
 	b.fillDefaults()
 	f.checkBroker(b)
 
 	where := map[string]string{}
+	var noLifecycle []*Consumer
 	for i, c := range b.Consumers {
 		if c == nil {
 			f.add("consumer number "+strconv.Itoa(i+1), "it is null: leave it out")
@@ -44,7 +49,9 @@ func Resolve(b *Broker, presets Presets) error {
 			f.add(who, "%w", err)
 		}
 		b.Consumers[i] = merged
-		merged.fillDefaultsAndCheck(f, who, b)
+		if known := merged.fillDefaultsAndCheck(f, who, b); !known || err != nil { // without its preset much of it is missing
+			noLifecycle = append(noLifecycle, merged)
+		}
 		if first, twice := where[c.Name]; twice && c.Name != "" {
 			f.add(who, "this name is taken by %s: a consumer is defined once", first)
 		} else {
@@ -52,6 +59,12 @@ func Resolve(b *Broker, presets Presets) error {
 		}
 	}
 	f.checkAmong(b)
+	if noDriver {
+		b.GPURaw = nil
+	}
+	for _, c := range noLifecycle {
+		c.LifecycleRaw = nil
+	}
 	return errors.Join(f.list...)
 }
 
@@ -61,13 +74,20 @@ func (c *Consumer) title(index int) string {
 	if c.Name == "" {
 		title = "consumer number " + strconv.Itoa(index+1)
 	}
-	if c.Source != "" {
-		title += " (" + c.Source + ")"
-	}
-	return title
+	return faultlines.Title(title, c.Source)
 }
 
-func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) {
+// title names the broker's own settings in errors, with the place of the first of words that has one.
+func (b *Broker) title(words ...string) string {
+	var source string
+	for _, word := range words {
+		source = cmp.Or(source, b.Sources[word])
+	}
+	return faultlines.Title("gpu_broker", source)
+}
+
+// fillDefaultsAndCheck also says whether c has a lifecycle that there is.
+func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) (known bool) {
 	if c.explicit["concurrency"] {
 		f.add(who, "concurrency is 0: it must be at least 1; enabled off refuses all requests")
 	}
@@ -131,8 +151,10 @@ func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) {
 	switch {
 	case err != nil:
 		f.add(who, "lifecycle: %w", err)
-	case protocol != DefaultProtocol:
-		f.word(who, "lifecycle", protocol, append(GuestNames(LifecycleNamespace), DefaultProtocol))
+	case protocol == DefaultProtocol:
+		known = true
+	default:
+		known = f.word(who, "lifecycle", protocol, append(GuestNames(LifecycleNamespace), DefaultProtocol))
 		if b.Scheduler != Evicting {
 			f.add(who, "lifecycle %s needs the scheduler %s: with %s nothing is started or stopped", protocol, Evicting, b.Scheduler)
 		}
@@ -144,6 +166,7 @@ func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) {
 		f.add(who, "start_on is for servers that the broker starts: give it a process, or leave start_on out")
 	}
 	c.LifecycleRaw = raw
+	return known
 }
 
 // CheckName says what is wrong with a consumer's name.
@@ -200,13 +223,16 @@ func CheckUpstream(address string) error {
 type faults struct{ list []error }
 
 func (f *faults) add(who, format string, args ...any) {
-	f.list = append(f.list, fmt.Errorf("%s: %w", who, fmt.Errorf(format, args...)))
+	f.list = append(f.list, faultlines.Prefix(who, fmt.Errorf(format, args...)))
 }
 
-func (f *faults) word(who, field, found string, allowed []string) {
-	if err := oneOf(field, found, allowed); err != nil {
+// word says whether a word is among the allowed ones.
+func (f *faults) word(who, field, found string, allowed []string) bool {
+	err := oneOf(field, found, allowed)
+	if err != nil {
 		f.add(who, "%w", err)
 	}
+	return err == nil
 }
 
 func (f *faults) notNegative(who, field string, n int) {
@@ -243,54 +269,54 @@ func (f *faults) checkDriver(b *Broker) {
 		Driver string `json:"driver"`
 	}
 	if err := json.Unmarshal(b.GPURaw, &guest); err != nil || guest.Driver == "" {
-		f.add("gpu_broker", "gpu names no driver: it must be an object with the key driver, such as {\"driver\": %q}", DefaultDriver)
+		f.add(b.title("gpu"), "gpu names no driver: it must be an object with the key driver, such as {\"driver\": %q}", DefaultDriver)
 		return
 	}
 	if guest.Driver != DefaultDriver {
-		f.word("gpu_broker", "gpu driver", guest.Driver, append(GuestNames(SamplerNamespace), DefaultDriver))
+		f.word(b.title("gpu"), "gpu driver", guest.Driver, append(GuestNames(SamplerNamespace), DefaultDriver))
 	}
 }
 
 func (f *faults) checkBroker(b *Broker) {
-	const who = "gpu_broker"
-	f.word(who, "scheduler", b.Scheduler, Schedulers)
-	f.word(who, "lock", b.Lock, Locks)
-	f.word(who, "headers setting", b.Headers, Switches)
-	f.word(who, "idle_unload setting", b.IdleUnload, IdleUnloads)
-	f.word(who, "eviction setting", b.Eviction, Evictions)
-	f.word(who, "victim_priority", b.VictimPriority, VictimPriorities)
-	f.notNegative(who, "max_queue", b.MaxQueue)
-	f.notNegative(who, "max_evictions", b.MaxEvictions)
+	f.word(b.title("scheduler"), "scheduler", b.Scheduler, Schedulers)
+	f.word(b.title("lock"), "lock", b.Lock, Locks)
+	f.word(b.title("headers"), "headers setting", b.Headers, Switches)
+	f.word(b.title("idle_unload"), "idle_unload setting", b.IdleUnload, IdleUnloads)
+	f.word(b.title("eviction"), "eviction setting", b.Eviction, Evictions)
+	f.word(b.title("victim_priority"), "victim_priority", b.VictimPriority, VictimPriorities)
+	f.notNegative(b.title("max_queue"), "max_queue", b.MaxQueue)
+	f.notNegative(b.title("max_evictions"), "max_evictions", b.MaxEvictions)
 	if b.Cushion != nil {
-		f.size(who, "cushion", *b.Cushion)
+		f.size(b.title("cushion"), "cushion", *b.Cushion)
 	}
-	f.size(who, "reserve", b.Reserve)
-	f.size(who, "max_body", b.MaxBody)
-	f.size(who, "max_buffered", b.MaxBuffered)
-	f.duration(who, "budget", &b.Budget)
-	f.duration(who, "max_run", &b.MaxRun)
-	f.duration(who, "idle_timeout", b.IdleTimeout)
-	f.duration(who, "stop_grace", b.StopGrace)
-	f.duration(who, "probe_interval", &b.ProbeInterval)
-	f.duration(who, "probe_timeout", &b.ProbeTimeout)
-	f.duration(who, "load_timeout", &b.LoadTimeout)
-	f.duration(who, "unload_timeout", &b.UnloadTimeout)
-	f.duration(who, "evict_wait", &b.EvictWait)
-	f.duration(who, "drain_timeout", &b.DrainTimeout)
-	f.duration(who, "abandon_after", &b.AbandonAfter)
-	f.duration(who, "outsider_wait", &b.OutsiderWait)
-	f.duration(who, "overtake_min", b.OvertakeMin)
-	f.duration(who, "overtake_max", b.OvertakeMax)
-	f.duration(who, "lock_overtake", b.LockOvertake)
-	f.duration(who, "credit", b.Credit)
-	f.duration(who, "client_cooldown", &b.ClientCooldown)
+	f.size(b.title("reserve"), "reserve", b.Reserve)
+	f.size(b.title("max_body"), "max_body", b.MaxBody)
+	f.size(b.title("max_buffered"), "max_buffered", b.MaxBuffered)
+	f.duration(b.title("budget"), "budget", &b.Budget)
+	f.duration(b.title("max_run"), "max_run", &b.MaxRun)
+	f.duration(b.title("idle_timeout"), "idle_timeout", b.IdleTimeout)
+	f.duration(b.title("stop_grace"), "stop_grace", b.StopGrace)
+	f.duration(b.title("probe_interval"), "probe_interval", &b.ProbeInterval)
+	f.duration(b.title("probe_timeout"), "probe_timeout", &b.ProbeTimeout)
+	f.duration(b.title("load_timeout"), "load_timeout", &b.LoadTimeout)
+	f.duration(b.title("unload_timeout"), "unload_timeout", &b.UnloadTimeout)
+	f.duration(b.title("evict_wait"), "evict_wait", &b.EvictWait)
+	f.duration(b.title("drain_timeout"), "drain_timeout", &b.DrainTimeout)
+	f.duration(b.title("abandon_after"), "abandon_after", &b.AbandonAfter)
+	f.duration(b.title("outsider_wait"), "outsider_wait", &b.OutsiderWait)
+	f.duration(b.title("overtake_min"), "overtake_min", b.OvertakeMin)
+	f.duration(b.title("overtake_max"), "overtake_max", b.OvertakeMax)
+	f.duration(b.title("lock_overtake"), "lock_overtake", b.LockOvertake)
+	f.duration(b.title("credit"), "credit", b.Credit)
+	f.duration(b.title("client_cooldown"), "client_cooldown", &b.ClientCooldown)
 	for _, category := range sortedKeys(b.StayWarm) {
 		if err := CheckCategory(category); err != nil {
-			f.add(who, "stay_warm: %w", err)
+			f.add(b.title("stay_warm"), "stay_warm: %w", err)
 		}
-		f.duration(who, "stay_warm "+category, new(b.StayWarm[category]))
+		f.duration(b.title("stay_warm"), "stay_warm "+category, new(b.StayWarm[category]))
 	}
 	if r := b.ReservedInteractive; r != nil {
+		who := b.title("reserved_interactive")
 		if r.Places < 1 || b.MaxQueue > 0 && r.Places >= b.MaxQueue {
 			f.add(who, "reserved_interactive has %d places: it must be from 1 to less than max_queue, which is %d", r.Places, b.MaxQueue)
 		}
@@ -299,19 +325,19 @@ func (f *faults) checkBroker(b *Broker) {
 		}
 	}
 	if expanded, err := caddy.NewReplacer().ReplaceOrErr(b.RequestLog, true, true); err != nil {
-		f.add(who, "request_log %q: %w", b.RequestLog, err)
+		f.add(b.title("request_log"), "request_log %q: %w", b.RequestLog, err)
 	} else {
 		b.RequestLog = expanded
 	}
 	if least, most := b.EffectiveOvertakeMin(), b.EffectiveOvertakeMax(); least > most {
-		f.add(who, "overtake_min is %s, above overtake_max, which is %s", least, most)
+		f.add(b.title("overtake_min", "overtake_max"), "overtake_min is %s, above overtake_max, which is %s", least, most)
 	}
 	for _, factor := range []struct {
 		field string
 		value float64
 	}{{"overtake", b.EffectiveOvertake()}, {"hold", b.EffectiveHold()}} {
 		if factor.value < 0 {
-			f.add(who, "%s is %v: it must not be negative", factor.field, factor.value)
+			f.add(b.title(factor.field), "%s is %v: it must not be negative", factor.field, factor.value)
 		}
 	}
 }

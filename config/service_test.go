@@ -2,6 +2,7 @@ package config
 
 import (
 	"encoding/json"
+	"errors"
 	"strings"
 	"testing"
 	"time"
@@ -244,6 +245,71 @@ func TestAllFaultsAmongConsumersAreToldAtOnce(t *testing.T) {
 	for i, line := range lines {
 		if !strings.Contains(line, want[i]) {
 			t.Errorf("fault %d is %q, want one about %s", i, line, want[i])
+		}
+	}
+}
+
+func TestFaultsOfTheBrokersSettingsNameTheirPlaces(t *testing.T) {
+	b := decode(t, `{
+		"max_queue": 10, "reserved_interactive": {"places": 20, "below": 100}, "overtake_min": "5m", "overtake_max": "1m",
+		"request_log": "{env.TEST_UNSET_FOLDER}/x", "stay_warm": {"llm": "-1s"}, "budget": "-1s", "gpu": {"driver": "test_crad"},
+		"restore": [{"consumer": "a", "after": "1m", "source": "f:11"}, {"consumer": "a", "after": "2m", "source": "f:12"}, {"consumer": "zz", "after": "2m"}],
+		"sources": {"max_queue": "f:1", "reserved_interactive": "f:2", "overtake_min": "f:3", "overtake_max": "f:4", "request_log": "f:5", "stay_warm": "f:6", "gpu": "f:7"},
+		"consumers": [{"name": "a", "vram": 1}]
+	}`)
+	linesOf(t, Resolve(b, nil),
+		"gpu_broker (f:7): unknown gpu driver", "gpu_broker: budget is -1s", "gpu_broker (f:6): stay_warm llm is -1s",
+		"gpu_broker (f:2): reserved_interactive has 20 places", "gpu_broker (f:5): request_log", "gpu_broker (f:3): overtake_min is 5m0s",
+		"gpu_broker (f:12): restore names a twice", `gpu_broker: unknown consumer in restore "zz"`)
+	delete(b.Sources, "overtake_min")
+	if title := b.title("overtake_min", "overtake_max"); title != "gpu_broker (f:4)" {
+		t.Errorf("without the first place the title is %s", title)
+	}
+}
+
+func TestEachFaultOfAPresetNamesItsConsumer(t *testing.T) {
+	two := func(string) (json.RawMessage, []string, error) {
+		return nil, nil, errors.Join(errors.New("one"), errors.New("two"))
+	}
+	linesOf(t, Resolve(decode(t, `{"consumers":[{"name":"a","vram":1,"preset":"x.json","source":"f:3"}]}`), two),
+		`consumer "a" (f:3): preset x.json: one`, `consumer "a" (f:3): preset x.json: two`)
+}
+
+func TestWhatIsFaultyIsLeftEmptyAndTheRestIsNot(t *testing.T) {
+	b := decode(t, `{"gpu":{"driver":"test_crad"},"consumers":[null,
+		{"name":"preset","vram":1,"preset":"comfui"}, {"name":"unknown","vram":1,"lifecycle":{"protocol":"htpt"}}, {"name":"malformed","vram":1,"lifecycle":{"protocol":7}},
+		{"name":"other","upstream":"x"}, {"name":"none","vram":1}]}`)
+	if Resolve(b, presets) == nil {
+		t.Fatal("no error")
+	}
+	if len(b.GPURaw) > 0 {
+		t.Errorf("the driver is %s", b.GPURaw)
+	}
+	for _, c := range b.Consumers[1:4] {
+		if len(c.LifecycleRaw) > 0 {
+			t.Errorf("the lifecycle of %s is %s", c.Name, c.LifecycleRaw)
+		}
+	}
+	for _, c := range b.Consumers[4:] {
+		if string(c.LifecycleRaw) != `{"protocol":"http"}` {
+			t.Errorf("the lifecycle of %s is %s", c.Name, c.LifecycleRaw)
+		}
+	}
+}
+
+// linesOf compares an error's lines with how each is to begin.
+func linesOf(t *testing.T, err error, want ...string) {
+	t.Helper()
+	if err == nil {
+		t.Fatal("no error")
+	}
+	lines := strings.Split(err.Error(), "\n")
+	if len(lines) != len(want) {
+		t.Fatalf("%d faults, want %d: %v", len(lines), len(want), err)
+	}
+	for i := range want {
+		if !strings.HasPrefix(lines[i], want[i]) {
+			t.Errorf("fault %q, want %q", lines[i], want[i])
 		}
 	}
 }

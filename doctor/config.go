@@ -41,9 +41,12 @@ func judgeConfig(f *facts) (out []Finding) {
 	return out
 }
 
-// settingOf is the setting that a fault of a consumer speaks of: it begins with it.
+// ofLifecycle is what stands before the faults of a lifecycle.
+var ofLifecycle = regexp.MustCompile(`^(?:(?:lifecycle [a-z_]+|server): )+`)
+
+// settingOf is the setting that a fault of a consumer speaks of: it begins with it, or with its lifecycle.
 func settingOf(text string) string {
-	text = strings.TrimPrefix(text, "unknown ")
+	text = strings.TrimPrefix(ofLifecycle.ReplaceAllString(text, ""), "unknown ")
 	end := strings.IndexFunc(text, func(r rune) bool { return r != '_' && (r < 'a' || r > 'z') })
 	if end < 0 {
 		return text

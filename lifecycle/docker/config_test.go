@@ -41,6 +41,8 @@ func TestCaddyfileFaultsSayWhatIsWanted(t *testing.T) {
 		"docker a {\n host\n}":                  "host takes one value",
 		"docker a {\n grace 1s\n grace 2s\n}":   "given twice",
 		"docker a {\n signal SIGINT SIGTERM\n}": "signal takes one value",
+
+		"docker a {\n image b\n host x y\n}": "there are host, signal and grace, at Testfile:2\ndocker: host takes one value, at Testfile:3",
 	} {
 		require.ErrorContains(t, new(docker.Lifecycle).UnmarshalCaddyfile(caddyfile.NewTestDispenser(text)), want, text)
 	}

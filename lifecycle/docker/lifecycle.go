@@ -16,6 +16,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/placeholders"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/supervise"
@@ -89,29 +90,38 @@ func (l *Lifecycle) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	if !d.AllArgs(&l.Container) {
 		return d.Err("docker takes the name of one container: write for example docker llama")
 	}
+	var faults []error
 	seen := map[string]bool{}
 	for d.NextBlock(0) {
 		option := d.Val()
 		if seen[option] {
-			return d.Errf("docker: %s is given twice", option)
+			faults = append(faults, d.Errf("docker: %s is given twice", option))
+		} else {
+			faults = append(faults, l.option(d, option))
 		}
 		seen[option] = true
-		var grace string
-		field, known := map[string]*string{"host": &l.Host, "signal": &l.Signal, "grace": &grace}[option]
-		switch {
-		case option == "pause" || option == "unpause":
-			return d.Errf("docker: %s is not offered: a paused container keeps its GPU memory. Leave it out: the container is stopped", option)
-		case !known:
-			return d.Errf("docker: unknown option %q: there are host, signal and grace", option)
-		case !d.AllArgs(field):
-			return d.Errf("docker: %s takes one value", option)
-		case option == "grace":
-			parsed, err := caddy.ParseDuration(grace)
-			if err != nil {
-				return d.Errf("docker: grace %q is no duration: write for example 10s", grace)
-			}
-			l.Grace = (*caddy.Duration)(&parsed)
+		d.RemainingArgs() // of one that is faulty
+	}
+	return errors.Join(faults...)
+}
+
+// option reads one option of the block.
+func (l *Lifecycle) option(d *caddyfile.Dispenser, option string) error {
+	var grace string
+	field, known := map[string]*string{"host": &l.Host, "signal": &l.Signal, "grace": &grace}[option]
+	switch {
+	case option == "pause" || option == "unpause":
+		return d.Errf("docker: %s is not offered: a paused container keeps its GPU memory. Leave it out: the container is stopped", option)
+	case !known:
+		return d.Errf("docker: unknown option %q: there are host, signal and grace", option)
+	case !d.AllArgs(field):
+		return d.Errf("docker: %s takes one value", option)
+	case option == "grace":
+		parsed, err := caddy.ParseDuration(grace)
+		if err != nil {
+			return d.Errf("docker: grace %q is no duration: write for example 10s", grace)
 		}
+		l.Grace = (*caddy.Duration)(&parsed)
 	}
 	return nil
 }
@@ -126,13 +136,11 @@ var (
 func (l *Lifecycle) Provision(ctx caddy.Context) error {
 	l.values = placeholders.Values{}
 	s, err := l.settle()
-	if err != nil {
+	routes, routesErr := supervise.Routes(ctx, l, &l.Server)
+	if err := errors.Join(err, faultlines.Prefix("lifecycle docker", routesErr)); err != nil {
 		return err
 	}
-	l.settings = s
-	if l.routes, err = supervise.Routes(ctx, l, &l.Server); err != nil {
-		return fmt.Errorf("lifecycle docker: %w", err)
-	}
+	l.settings, l.routes = s, routes
 	return nil
 }
 

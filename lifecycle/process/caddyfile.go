@@ -1,6 +1,7 @@
 package process
 
 import (
+	"errors"
 	"strconv"
 
 	"github.com/caddyserver/caddy/v2"
@@ -25,18 +26,19 @@ func (l *Lifecycle) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	if len(l.Command) == 0 {
 		return d.Err("wanted: process COMMAND ARGS...")
 	}
+	var faults []error
 	seen := map[string]bool{}
 	for nesting := d.Nesting(); d.NextBlock(nesting); {
 		word := d.Val()
 		if seen[word] && word != "env" {
-			return d.Errf("%s is set twice: leave one of them out", word)
+			faults = append(faults, d.Errf("%s is set twice: leave one of them out", word))
+			d.RemainingArgs()
+			continue
 		}
 		seen[word] = true
-		if err := l.word(d, word); err != nil {
-			return err
-		}
+		faults = append(faults, l.word(d, word))
 	}
-	return nil
+	return errors.Join(faults...)
 }
 
 func (l *Lifecycle) word(d *caddyfile.Dispenser, word string) error {

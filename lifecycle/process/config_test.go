@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
@@ -30,7 +31,7 @@ func TestFaultsAreToldAllAtOnce(t *testing.T) {
 		`signal "SIGNOTHING" is unknown`, "grace -1ns is negative",
 		`restart "always" is unknown: use on_failure or never`,
 		"max_restarts -1 is negative",
-		`server: loading module 'http'`, `does not begin with /`,
+		`server: lifecycle http: health: path "no slash"`, `does not begin with /`,
 	} {
 		require.ErrorContains(t, err, want)
 	}
@@ -114,6 +115,13 @@ func TestCaddyfile(t *testing.T) {
 	} {
 		err := new(process.Lifecycle).UnmarshalCaddyfile(caddyfile.NewTestDispenser(text))
 		require.ErrorContains(t, err, want, text)
+	}
+	all := "process x {\n port 1\n grace soon\n dir a\n dir b\n env A\n}"
+	err = new(process.Lifecycle).UnmarshalCaddyfile(caddyfile.NewTestDispenser(all))
+	for i, want := range []string{`unknown word "port"`, `grace "soon"`, "dir is set twice", "wanted: env NAME VALUE"} {
+		lines := strings.Split(err.Error(), "\n")
+		require.Len(t, lines, 4)
+		require.Contains(t, lines[i], want)
 	}
 }
 

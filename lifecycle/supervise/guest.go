@@ -8,6 +8,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
@@ -46,7 +47,7 @@ func Routes(ctx caddy.Context, guest any, server *json.RawMessage) (lifecycle.Gu
 	}
 	module, err := ctx.LoadModule(guest, "Server")
 	if err != nil {
-		return nil, fmt.Errorf("server: %w", err)
+		return nil, faultlines.OfModule("server: lifecycle "+protocol, "gpu_broker.lifecycles."+protocol, err)
 	}
 	routes, ok := module.(lifecycle.Guest)
 	if !ok {

@@ -34,6 +34,8 @@ func TestCaddyfileFaultsSayWhatIsWanted(t *testing.T) {
 		"systemd a {\n user\n user\n}": "given twice",
 		"systemd a {\n freeze\n}":      "keeps its GPU memory",
 		"systemd a {\n host b\n}":      "there is user",
+
+		"systemd a {\n host b\n user me you\n}": "there is user, at Testfile:2\nsystemd: user takes no value, at Testfile:3",
 	} {
 		require.ErrorContains(t, new(systemd.Lifecycle).UnmarshalCaddyfile(caddyfile.NewTestDispenser(text)), want, text)
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/placeholders"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/supervise"
@@ -70,23 +71,23 @@ func (l *Lifecycle) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	if !d.AllArgs(&l.Unit) {
 		return d.Err("systemd takes the name of one unit: write for example systemd llama.service")
 	}
+	var faults []error
 	for d.NextBlock(0) {
-		switch option := d.Val(); option {
-		case "user":
-			if d.NextArg() {
-				return d.Err("systemd: user takes no value")
-			}
-			if l.User {
-				return d.Err("systemd: user is given twice")
-			}
-			l.User = true
-		case "freeze":
-			return d.Err("systemd: freeze is not offered: a frozen server keeps its GPU memory. Leave it out: the unit is stopped")
+		switch option := d.Val(); {
+		case option == "freeze":
+			faults = append(faults, d.Err("systemd: freeze is not offered: a frozen server keeps its GPU memory. Leave it out: the unit is stopped"))
+		case option != "user":
+			faults = append(faults, d.Errf("systemd: unknown option %q: there is user", option))
+		case d.NextArg():
+			faults = append(faults, d.Err("systemd: user takes no value"))
+		case l.User:
+			faults = append(faults, d.Err("systemd: user is given twice"))
 		default:
-			return d.Errf("systemd: unknown option %q: there is user", option)
+			l.User = true
 		}
+		d.RemainingArgs() // of one that is faulty
 	}
-	return nil
+	return errors.Join(faults...)
 }
 
 // unitName is what systemd takes as the name of a service.
@@ -98,24 +99,31 @@ var suffix = regexp.MustCompile(`\.(target|socket|timer|mount|automount|swap|pat
 // Provision checks the configuration and loads the routes. It connects to nothing.
 func (l *Lifecycle) Provision(ctx caddy.Context) error {
 	l.values = placeholders.Values{}
-	unit, err := l.values.Read("lifecycle systemd: unit", l.Unit)
-	if err != nil {
+	unit, err := l.service()
+	routes, routesErr := supervise.Routes(ctx, l, &l.Server)
+	if err := errors.Join(err, faultlines.Prefix("lifecycle systemd", routesErr)); err != nil {
 		return err
 	}
+	l.unit, l.routes = unit, routes
+	return nil
+}
+
+// service is the whole name of the unit.
+func (l *Lifecycle) service() (string, error) {
+	unit, err := l.values.Read("lifecycle systemd: unit", l.Unit)
+	if err != nil {
+		return "", err
+	}
 	if other := suffix.FindString(unit); other != "" {
-		return fmt.Errorf("lifecycle systemd: unit %q is a %s: want a service, such as llama.service", l.Unit, other[1:])
+		return "", fmt.Errorf("lifecycle systemd: unit %q is a %s: want a service, such as llama.service", l.Unit, other[1:])
 	}
 	if !strings.HasSuffix(unit, ".service") {
 		unit += ".service"
 	}
 	if !unitName.MatchString(unit) || len(unit) > 255 {
-		return fmt.Errorf("lifecycle systemd: unit %q is no name of a service: want one such as llama.service, or llama@7b.service of a template", l.Unit)
+		return "", fmt.Errorf("lifecycle systemd: unit %q is no name of a service: want one such as llama.service, or llama@7b.service of a template", l.Unit)
 	}
-	l.unit = unit
-	if l.routes, err = supervise.Routes(ctx, l, &l.Server); err != nil {
-		return fmt.Errorf("lifecycle systemd: %w", err)
-	}
-	return nil
+	return unit, nil
 }
 
 // Open makes the driver of one unit. It starts nothing and connects to nothing.

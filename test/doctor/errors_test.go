@@ -73,3 +73,118 @@ func TestFaultsOfTheConfigurationNameTheirPlace(t *testing.T) {
 		})
 	}
 }
+
+// Global settings, consumers and their lifecycles are told of at once, then all of a route; each line says what it is about and where that is.
+func TestEveryFaultNamesItsPlaceInALineOfItsOwn(t *testing.T) {
+	m := newMachine(t)
+	const global = `{
+	admin off
+	gpu_broker {
+		gpu simulated 24GiB {
+			dir %s
+			release_delay -1s
+			processes raeal
+		}
+		max_queue 10
+		reserved_interactive 20 below 100
+		restore nobody after 2m
+		overtake_min 5m
+		overtake_max 1m
+		request_log {env.GPU_BROKER_NOPE}/log.csv
+		consumer a {
+			preset comfui
+		}
+		consumer b {
+			vram 1GiB
+			process sleep {env.GPU_BROKER_NOPE} {
+				user nobodyatall
+			}
+			unload POST /unload/{env.GPU_BROKER_NOPE}
+			load POST /load/{env.GPU_BROKER_NOPE}
+		}
+		consumer c {
+			vram 1GiB
+			upstream {env.GPU_BROKER_NOPE}
+			docker "a b" {
+				signal sig!
+			}
+			unload POST /unload/{env.GPU_BROKER_NOPE}
+		}
+		consumer d {
+			vram 1GiB
+			upstream 127.0.0.1:1
+			header Authorization {env.GPU_BROKER_NOPE}
+			health /{env.GPU_BROKER_NOPE}
+		}
+	}
+}
+`
+	validate := func(text string) string {
+		_, log, status := m.run("validate", "--adapter", "caddyfile", "--config", m.write("Caddyfile", text))
+		assert.Equal(t, 1, status)
+		return said(log)
+	}
+	type fault struct {
+		what string
+		line int
+		text string
+	}
+	compare := func(log string, want []fault) {
+		t.Helper()
+		lines := strings.Split(strings.TrimSpace(log), "\n")
+		if assert.Len(t, lines, len(want), log) {
+			for i, f := range want {
+				assert.Contains(t, lines[i], fmt.Sprintf("%s (%s:%d): %s", f.what, m.path("Caddyfile"), f.line, f.text))
+			}
+		}
+	}
+	app := []fault{
+		{"gpu_broker", 10, "reserved_interactive has 20 places"},
+		{"gpu_broker", 14, "request_log"},
+		{"gpu_broker", 12, "overtake_min is 5m0s, above overtake_max"},
+		{`consumer "a"`, 15, `unknown preset "comfui"`},
+		{`consumer "a"`, 15, "vram is missing"},
+		{`consumer "c"`, 26, "upstream"},
+		{"gpu_broker", 11, `unknown consumer in restore "nobody"`},
+		{"gpu_broker", 4, "gpu simulated: release_delay -1s is negative"},
+		{"gpu_broker", 4, `gpu simulated: processes "raeal"`},
+		{`consumer "b"`, 18, "lifecycle process: command: word 2"},
+		{`consumer "b"`, 18, `lifecycle process: user "nobodyatall" is not known`},
+		{`consumer "b"`, 18, "lifecycle process: server: lifecycle http: load: path"},
+		{`consumer "b"`, 18, "lifecycle process: server: lifecycle http: unload: path"},
+		{`consumer "c"`, 26, "lifecycle docker: container"},
+		{`consumer "c"`, 26, "lifecycle docker: signal"},
+		{`consumer "c"`, 26, "lifecycle docker: server: lifecycle http: unload: path"},
+		{`consumer "d"`, 34, "lifecycle http: header Authorization"},
+		{`consumer "d"`, 34, "lifecycle http: health: path"},
+	}
+	compare(validate(fmt.Sprintf(global, m.path("gpu"))+":8080 {\n\tgpu_broker a\n}\n"), app)
+
+	const routes = `{
+	admin off
+	gpu_broker {
+		gpu simulated 24GiB {
+			dir %s
+		}
+		consumer ollama {
+			vram 1GiB
+			upstream 127.0.0.1:1
+			model a
+		}
+	}
+}
+
+:8080 {
+	gpu_broker {
+		model_from header X-Model
+		default ollama
+		fallback x y
+	}
+}
+`
+	compare(validate(fmt.Sprintf(routes, m.path("gpu"))), []fault{
+		{"gpu_broker", 16, `unknown consumer in fallback "x"`},
+		{"gpu_broker", 16, `unknown consumer in fallback "y"`},
+		{"gpu_broker", 16, `default names consumer "ollama", which has several models`},
+	})
+}
