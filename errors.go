@@ -38,6 +38,7 @@ type failure struct {
 	message    string
 	retryAfter time.Duration
 	detail     *scheduler.Detail
+	told       bool // the broker knows of it, since it has refused the request itself; or it is no refusal: the server failed
 }
 
 func (f *failure) Error() string { return f.message }
@@ -93,7 +94,7 @@ func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 	case errors.As(err, &f):
 	case errors.As(err, &refused):
 		j.servedBy(refused.Consumer)
-		f = &failure{status: statuses[refused.Code], code: string(refused.Code), message: refused.Message, retryAfter: refused.RetryAfter, detail: refused.Detail}
+		f = &failure{status: statuses[refused.Code], code: string(refused.Code), message: refused.Message, retryAfter: refused.RetryAfter, detail: refused.Detail, told: true}
 		if f.status == 0 {
 			f.status = http.StatusServiceUnavailable
 			f.retryAfter = max(f.retryAfter, time.Second)
@@ -101,7 +102,7 @@ func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 	case errors.Is(err, errNotStarted):
 		f = &failure{status: http.StatusServiceUnavailable, code: "not_running", message: err.Error(), retryAfter: time.Second}
 	case errors.As(err, &caddys) && caddys.StatusCode == http.StatusBadGateway:
-		f = &failure{status: http.StatusBadGateway, code: "server_died", message: fmt.Sprintf("the server of consumer %q gave no answer: %v", j.target.name, caddys.Err)}
+		f = &failure{status: http.StatusBadGateway, code: "server_died", told: true, message: fmt.Sprintf("the server of consumer %q gave no answer: %v", j.target.name, caddys.Err)}
 	case errors.Is(err, context.Canceled):
 		metrics.errors.WithLabelValues(j.target.name, codeLeft).Inc()
 		j.leaves(codeLeft)
@@ -120,6 +121,10 @@ func (j *job) answer(w http.ResponseWriter, r *http.Request, f *failure) error {
 	consumer := j.target.name
 	metrics.errors.WithLabelValues(consumer, f.code).Inc()
 	j.repl.Set("http.gpu_broker.reason", f.code)
+	if !f.told {
+		f.told = true // a handler around this one may get it too
+		j.handler.pool.broker.TurnAway(consumer, scheduler.Code(f.code), keptReason(f.message))
+	}
 	j.leaves(f.code)
 	doc := errorDocument{errorBody{Message: f.message, Type: "gpu_broker_error", Code: f.code, Consumer: consumer, Detail: detailOf(f.detail)}}
 	header := w.Header()
@@ -155,6 +160,16 @@ func (j *job) answer(w http.ResponseWriter, r *http.Request, f *failure) error {
 	w.WriteHeader(f.status)
 	_, err = w.Write(body)
 	return err
+}
+
+// maxReason bounds what is kept of a message: it may quote the request.
+const maxReason = 1000
+
+func keptReason(message string) string {
+	if len(message) <= maxReason {
+		return message
+	}
+	return message[:cutAt(message, maxReason)] + "…" // a new text: the message is not kept with it
 }
 
 // allowOrigin lets a page of another origin read the error, as the model server would let it read its answer.

@@ -371,7 +371,7 @@ func (h *heart) instead(consumer string) any {
 
 // failureOf is an error that another handler would have answered, had nothing been sent.
 func failureOf(err error) *failure {
-	f := &failure{status: http.StatusInternalServerError, code: "failed", message: err.Error()}
+	f := &failure{status: http.StatusInternalServerError, code: "failed", told: true, message: err.Error()}
 	var caddys caddyhttp.HandlerError
 	if errors.As(err, &caddys) && caddys.StatusCode != 0 {
 		f.status = caddys.StatusCode

@@ -191,6 +191,8 @@ func (m *byModel) unknown(name string) error {
 			near[i] = strconv.Quote(near[i])
 		}
 		message += ": did you mean " + strings.Join(near, ", ") + "?"
+	} else {
+		message += ":"
 	}
 	return &failure{status: http.StatusNotFound, code: string(scheduler.UnknownConsumer), message: message + " GET /v1/models lists all"}
 }

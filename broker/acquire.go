@@ -77,7 +77,7 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 	}
 	c, sl := b.choose(now, &r)
 	if sl == nil || b.closed {
-		return Lease{}, nil, b.refusedAtOnce(now, r.Consumer, b.nowhere(&r))
+		return Lease{}, nil, b.turnAway(now, r.Consumer, b.nowhere(&r))
 	}
 	if r.Budget == 0 {
 		r.Budget = time.Duration(c.cfg.Budget)
@@ -175,12 +175,17 @@ func (l Lease) Release(outcome scheduler.Outcome) (at time.Time) {
 	return now
 }
 
+// stopping is why nobody gets a place any more.
+func stopping() *scheduler.Refusal {
+	return &scheduler.Refusal{Code: scheduler.Draining, Message: "the broker is stopping", RetryAfter: 5 * time.Second}
+}
+
 // nowhere is why a request has no slot. It holds mu.
 func (b *Broker) nowhere(r *Request) *scheduler.Refusal {
 	c := b.consumers[r.Consumer]
 	switch {
 	case b.closed:
-		return &scheduler.Refusal{Code: scheduler.Draining, Message: "the broker is stopping", RetryAfter: 5 * time.Second}
+		return stopping()
 	case c == nil:
 		return &scheduler.Refusal{Code: scheduler.UnknownConsumer, Message: fmt.Sprintf("there is no consumer %q", r.Consumer)}
 	case r.Model == "":
@@ -195,8 +200,20 @@ func (b *Broker) nowhere(r *Request) *scheduler.Refusal {
 
 // refusedAtOnce makes the error of a request that never queued, for which the scheduler keeps no record. It holds mu.
 func (b *Broker) refusedAtOnce(now time.Time, consumer string, r *scheduler.Refusal) error {
-	if !b.closed {
-		b.record(scheduler.Decision{At: now, Kind: "refuse", Slot: consumer, GPU: -1, Code: r.Code, Reason: r.Message})
-	}
+	b.record(scheduler.Decision{At: now, Kind: "refuse", Slot: consumer, GPU: -1, Code: r.Code, Reason: r.Message})
 	return &Refused{Refusal: *r, Consumer: consumer}
+}
+
+// turnAway is refusedAtOnce for a request that the scheduler never saw, so that it does not count it. It holds mu.
+func (b *Broker) turnAway(now time.Time, consumer string, r *scheduler.Refusal) error {
+	b.refused++
+	return b.refusedAtOnce(now, consumer, r)
+}
+
+// TurnAway counts, keeps and tells of a refusal that was made outside the broker, as of its own. consumer may be empty:
+// it is not known. The reason is kept, so it must have a bound.
+func (b *Broker) TurnAway(consumer string, code scheduler.Code, reason string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	_ = b.turnAway(time.Now(), consumer, &scheduler.Refusal{Code: code, Message: reason}) // the caller has its error
 }

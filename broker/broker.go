@@ -28,6 +28,7 @@ type Broker struct {
 	wakeAt    time.Time                   // guarded by mu: when timer fires; zero: it doesn't
 	timer     *time.Timer                 // guarded by mu
 	lastRun   time.Duration               // guarded by mu
+	refused   uint64                      // guarded by mu: refusals that the scheduler does not count
 	records   ring                        // guarded by mu
 	changed   chan struct{}               // guarded by mu: closed and replaced at each decision
 	sampler   *samplerLoop                // guarded by mu
@@ -100,7 +101,8 @@ func (b *Broker) Close() {
 		}
 		for id, w := range b.waiters {
 			delete(b.waiters, id)
-			w.refusal = &scheduler.Refusal{Code: scheduler.Draining, Message: "the broker is stopping", RetryAfter: 5 * time.Second}
+			w.refusal = stopping()
+			_ = b.turnAway(time.Now(), w.slot.name, w.refusal) // it is told by its waiter
 			close(w.ready)
 		}
 		for _, o := range b.outliving {

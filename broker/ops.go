@@ -208,12 +208,12 @@ func (b *Broker) StopAdmitting() {
 	b.wakeFollowers()
 }
 
-// Ending is the error of a request that can't be served any more because the process ends; nil: it does not.
+// Ending refuses a request that can't be served any more because the process ends; nil: it does not.
 func (b *Broker) Ending(consumer string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if r := b.state.Ending(); r != nil {
-		return &Refused{Refusal: *r, Consumer: consumer}
+		return b.turnAway(time.Now(), consumer, r)
 	}
 	return nil
 }

@@ -63,6 +63,10 @@ func (b *Broker) record(d scheduler.Decision) {
 	}
 	close(b.changed)
 	b.changed = make(chan struct{})
+	if b.closed { // who tells has ended, or is about to
+		logDecision(b.logger(), d)
+		return
+	}
 	select {
 	case b.posts <- d:
 	default: // a flood of refusals: the ring has the latest, the log says how many it lacks
@@ -75,21 +79,35 @@ func (b *Broker) tell() {
 	for {
 		select {
 		case <-b.ctx.Done():
+			b.lastWords()
 			return
 		case d := <-b.posts:
-			if n := b.dropped.Swap(0); n > 0 {
-				b.logger().Warn("decisions not logged", zap.Int64("count", n))
-			}
-			g := b.current.Load()
-			if g == nil {
-				continue
-			}
-			logDecision(b.logger(), d)
-			if g.Observer != nil {
+			b.log(d)
+			if g := b.current.Load(); g != nil && g.Observer != nil {
 				g.Observer.Decided(d)
 			}
 		}
 	}
+}
+
+// lastWords logs what was decided before the end. Nobody else is told of it any more.
+func (b *Broker) lastWords() {
+	for {
+		select {
+		case d := <-b.posts:
+			b.log(d)
+		default:
+			return
+		}
+	}
+}
+
+// log logs a decision, and how many before it are missing.
+func (b *Broker) log(d scheduler.Decision) {
+	if n := b.dropped.Swap(0); n > 0 {
+		b.logger().Warn("decisions not logged", zap.Int64("count", n))
+	}
+	logDecision(b.logger(), d)
 }
 
 func logDecision(log *zap.Logger, d scheduler.Decision) {

@@ -143,7 +143,7 @@ func (b *Broker) Status() Status {
 	}
 	c := snap.Counts
 	out.Scheduler = Totals{Evictions: c.Evictions, ManualUnloads: c.ManualUnloads, IdleUnloads: c.IdleUnloads, Draining: snap.Draining, UnloadFailures: c.UnloadFailures, Loads: c.Loads, LoadFailures: c.LoadFailures,
-		Refused: c.Refused, Cancelled: c.Cancelled, QueueDepth: snap.Waiting, InFlight: snap.Running, TotalJobs: c.Jobs, LastWaitMS: ms(c.LastWait), LastRunMS: ms(b.lastRun), OldestQueued: stamp(snap.Oldest)}
+		Refused: c.Refused + b.refused, Cancelled: c.Cancelled, QueueDepth: snap.Waiting, InFlight: snap.Running, TotalJobs: c.Jobs, LastWaitMS: ms(c.LastWait), LastRunMS: ms(b.lastRun), OldestQueued: stamp(snap.Oldest)}
 	for _, w := range snap.Queue {
 		waiter := Waiter{Position: w.Position, Consumer: w.Slot, Client: w.Client, Priority: w.Priority, WaitedMS: ms(now.Sub(w.Submitted)), Reason: w.Why}
 		if w.Estimate >= 0 {

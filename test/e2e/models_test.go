@@ -259,7 +259,7 @@ func TestARequestThatNamesNoKnownModelEvictsNothing(t *testing.T) {
 	}{
 		{"/", jsonType, `{"model":"whisper-2"}`, 404, "unknown_model", `there is no model "whisper-2": did you mean "whisper-1", "whisper"?`},
 		{"/", jsonType, `{"model":"Whisper"}`, 404, "unknown_model", `"whisper"`},
-		{"/", jsonType, `{"model":"zzzzzzzz"}`, 404, "unknown_model", "GET /v1/models lists all"},
+		{"/", jsonType, `{"model":"zzzzzzzz"}`, 404, "unknown_model", `there is no model "zzzzzzzz": GET /v1/models lists all`},
 		{"/?model=none-such", "text/plain", `x`, 404, "unknown_model", `"none-such"`},
 		{"/", jsonType, `{"model":"whisper"`, 400, "bad_request", "at byte 18"},
 		{"/", jsonType, `{"model":"whisper","a":[1,]}`, 400, "bad_request", "at byte 26"},

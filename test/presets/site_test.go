@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -188,7 +189,7 @@ func (s *site) slot(model string) broker.Slot {
 	return broker.Slot{}
 }
 
-// failures are the decisions that say that something did not go as it should.
+// failures are the decisions that say that something did not go as it should. That blocked requests are refused is as it should be.
 func (s *site) failures() (found []string) {
 	s.t.Helper()
 	var doc struct {
@@ -198,8 +199,9 @@ func (s *site) failures() (found []string) {
 	require.NoError(s.t, a.err)
 	require.NoError(s.t, json.Unmarshal(a.body, &doc))
 	for _, d := range doc.Decisions {
-		switch d.Kind {
-		case "unload_failed", "load_failed", "unhealthy", "refuse", "busy_unknown", "reopen":
+		switch {
+		case d.Code == "blocked":
+		case slices.Contains([]string{"unload_failed", "load_failed", "unhealthy", "refuse", "busy_unknown", "reopen"}, d.Kind):
 			found = append(found, fmt.Sprintf("%s of %s: %s %s", d.Kind, d.Consumer, d.Code, d.Reason))
 		}
 	}
