@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -98,7 +99,7 @@ func (k *soak) outcome(a *asked, wrong func(body []byte) string) string {
 		return k.wrong(a, "the answer is %s's", by)
 	case got.status == 502 && a.cheap && isProcess(a.consumer):
 		return stoppedUnder
-	case got.status >= 400 && (disturbed || k.scarce(a.began, got.at)) && (by != "" || a.cheap):
+	case got.status >= 400 && (disturbed || k.scarce(a.began, got.at) || k.ranOut(a, got.body)) && (by != "" || a.cheap):
 		return ownError
 	case got.status >= 400 || got.status < 200 || by == "":
 		return k.wrong(a, "status %d from %q: %.200q", got.status, by, got.body)
@@ -245,6 +246,17 @@ func (k *soak) scarce(from, to time.Time) bool {
 	return false
 }
 
+// mayRunOut says whether a server may have run out of memory in a time through no fault of the broker's: because of what
+// scarce says, or as another server lied of its memory or kept it.
+func (k *soak) mayRunOut(from, to time.Time) bool {
+	return k.scarce(from.Add(-3*time.Second), to) || k.spells.between(from.Add(-5*time.Second), to, consequences, spellServer, "")
+}
+
+// ranOut says whether an error is a server's that ran out of memory, and may have.
+func (k *soak) ranOut(a *asked, said []byte) bool {
+	return bytes.Contains(said, []byte("CUDA out of memory")) && k.mayRunOut(a.began, a.got.at)
+}
+
 func (k *soak) wrong(a *asked, format string, args ...any) string {
 	since := func(t time.Time) float64 { return t.Sub(k.rec.began).Seconds() }
 	k.rec.breach(a.kind+": "+format, fmt.Sprintf("%s: %s %s, began %.3fs, sent %.3fs, HTTP/%d: %s\n            %s\n            going on: %s\n%s", a.kind, a.method, a.path,
@@ -287,7 +299,7 @@ func (k *soak) lookAtServers() {
 		}
 		if n := now.OOMs - was.OOMs; n > 0 {
 			k.rec.count("server", "out of memory")
-			if !k.scarce(at.Add(-3*time.Second), at) && !k.spells.between(at.Add(-5*time.Second), at, consequences, spellServer, "") {
+			if !k.mayRunOut(at, at) {
 				k.rec.violation("%s ran out of memory; going on: %s", name, k.spells.around(at.Add(-3*time.Second), at))
 			}
 		}

@@ -127,7 +127,7 @@ func (k *soak) lookAtModels() {
 		sum += m.Size
 	}
 	k.rec.count("library holds", fmt.Sprintf("%d models", len(doc.Models)))
-	if card := gib(24); sum > card && !k.scarce(sent.Add(-3*time.Second), time.Now()) && !k.spells.between(sent.Add(-5*time.Second), time.Now(), consequences, spellServer, "") {
+	if card := gib(24); sum > card && !k.mayRunOut(sent, time.Now()) {
 		k.rec.violation("library holds %s in %d models, the card has %s; going on: %s", sum, len(doc.Models), card, k.spells.around(sent.Add(-3*time.Second), time.Now()))
 	}
 }

@@ -241,7 +241,7 @@ func (k *soak) afterComments(a *asked, wrong func(body []byte) string) string {
 	if !a.beats || a.got.status != 200 || a.heard == "" || !k.mayAnswer(a, a.by) {
 		return k.wrong(a, "comments that it must not have: status %d by %q: %.200q", a.got.status, a.by, a.got.body)
 	}
-	troubled := k.disturbedAny(a) || k.scarce(a.began, a.got.at)
+	troubled := k.disturbedAny(a) || k.scarce(a.began, a.got.at) || k.ranOut(a, rest)
 	if a.gone && len(rest) == 0 { // its connection was just about to be closed
 		return left
 	}

@@ -80,7 +80,7 @@ func (k *soak) starts() {
 			k.rec.count("starts", l.consumer+" died")
 		case "out of memory":
 			k.rec.count("starts", l.consumer+" out of memory")
-			if !k.scarce(l.at.Add(-3*time.Second), l.at) && !k.spells.between(l.at.Add(-5*time.Second), l.at, consequences, spellServer, "") {
+			if !k.mayRunOut(l.at, l.at) {
 				k.rec.violation("%s ran out of memory as it was loaded; going on: %s", l.consumer, k.spells.around(l.at.Add(-3*time.Second), l.at))
 			}
 		}
