@@ -72,6 +72,7 @@ func TestStatusHasWhatTheContractNames(t *testing.T) {
 	s := start(t, layout{Consumers: []consumer{plainModel("a", 9), plainModel("b", 9)}})
 	s.serve("a")
 	s.serve("b")
+	s.until("its memory is seen", func() bool { return s.status().Consumers["b"].Slots[0].Seen == int64(gib(9)) })
 	var doc map[string]any
 	s.json("/gpu/status", &doc)
 	has := func(m map[string]any, keys ...string) {
