@@ -175,13 +175,12 @@ func TestWhatIsNoRefusalIsNotToldAsOne(t *testing.T) {
 	end()
 	s.ok(runs)
 
-	// A server that dies of a request, before its answer and in its middle.
-	s.servers["mvoice"].SetFaults(func(f *modelserver.Faults) { f.DieOnRequest = true })
-	s.post("/mvoice/synthesize", "x").refused(t, 502, "server_died")
-	require.NoError(t, s.servers["mvoice"].Restart())
-	s.until("it is healthy", func() bool { return s.status().Consumers["mvoice"].Health == "healthy" })
+	// Servers that die of a request, in the middle of the answer and before it.
 	s.servers["mvoice"].SetFaults(func(f *modelserver.Faults) { f.DieMidBody = true })
 	require.Error(t, s.post("/mvoice/synthesize", "x").err)
+	s.serve("whisper")
+	s.servers["whisper"].SetFaults(func(f *modelserver.Faults) { f.DieOnRequest = true })
+	s.post("/whisper/inference", "x").refused(t, 502, "server_died")
 	require.Empty(t, s.says("refuse"))
 	require.Empty(t, s.decisions("refuse"))
 	require.Zero(t, s.status().Scheduler.Refused)
