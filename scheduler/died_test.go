@@ -343,3 +343,23 @@ func TestAServerThatHasNotFailedOrMayNotIsNotStartedAgainUnasked(t *testing.T) {
 		})
 	}
 }
+
+// A look at the very moment of the death may come too early.
+func TestTheMemoryOfADeadServerIsLookedForUntilItIsBack(t *testing.T) {
+	f := given(t, 16384, server("a", 9000, starts), server("b", 9000))
+	f.warm("a", 9000)
+	a := f.submit("a")
+	h := f.submit("b")
+	f.step(Died{Slot: "a", Detail: "killed"})
+	f.releaseAs(a, ServerDied)
+	f.requireState("a", Idle)
+	f.sample() // nothing is back yet
+	f.requireWaiting(h)
+	require.True(t, f.s.FastSampling())
+	f.look(50 * time.Millisecond)
+	require.True(t, f.s.FastSampling())
+	f.use(-9000)
+	f.requireState("b", Loading)
+	f.look(time.Second)
+	require.False(t, f.s.FastSampling())
+}

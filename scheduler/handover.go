@@ -454,6 +454,7 @@ func (s *State) vanish(now time.Time, sl *slot, why string) {
 	s.cards(sl, func(c *card, h *holding) {
 		h.residue, h.baseOut = s.leftBehind(c, sl)
 		h.base, h.baseFree, h.frozen = h.residue, c.Free, false
+		c.ebbs = now.Add(quiet)
 		h.booking, h.drop, h.hasMeas = 0, 0, false
 	})
 	if t := sl.gate.target; t != nil && t.want.victim == sl {

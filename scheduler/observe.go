@@ -369,5 +369,5 @@ func (s *State) FastSampling() bool {
 			return true
 		}
 	}
-	return s.waiting > 0 && slices.ContainsFunc(s.gpus, (*card).doubtful)
+	return s.waiting > 0 && slices.ContainsFunc(s.gpus, func(c *card) bool { return c.doubtful() || c.Known && c.seenAt.Before(c.ebbs) })
 }

@@ -72,6 +72,7 @@ type card struct {
 	Device
 	seenAt time.Time // when the sample was taken that told Free
 	doubt  time.Time // a load ended: what it took, and may give back later, no sample from before has seen
+	ebbs   time.Time // until then what a server that has gone leaves may become free, which is soon after its death
 
 	reserved *slot // within one planning: an overdue target that no other may be served before
 
