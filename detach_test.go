@@ -61,4 +61,4 @@ func TestARequestThatIsOverLeavesNothingBehind(t *testing.T) {
 
 // pass lets time go by on the clock of a synctest bubble, which waits for nothing
 // but that everything else in the bubble has come to rest.
-func pass(d time.Duration) { time.Sleep(d) }
+func pass(d time.Duration) { time.Sleep(d) } // of the bubble's clock: no time is spent

@@ -56,7 +56,7 @@ func TestMain(m *testing.M) {
 }
 
 // playDeaf is no test but the program that one starts: it sits there until it is ended, or forgotten by a test that fails.
-func playDeaf() { time.Sleep(2 * time.Minute) }
+func playDeaf() { time.Sleep(2 * time.Minute) } // to hear of nothing is what it is for
 
 // playServer is a model server.
 func playServer() {
