@@ -148,6 +148,10 @@ func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 		out.Outcome, out.Reason = "loads", fmt.Sprintf("it would be loaded at once: it needs %s, and %s is available", out.Need, out.Avail)
 		return
 	}
+	if s.mayHoldItself(t) && s.fitsWithoutOutsiders(t) {
+		out.Reason = fmt.Sprintf("it needs %s, %s is available, and its own server may hold the rest: its unload route would be called first", out.Need, out.Avail)
+		return
+	}
 	if plan := s.choose(t, s.permitsNow(now, t)); plan != nil {
 		out.Victims = slotNames(plan)
 		out.Outcome, out.Reason = "evicts", fmt.Sprintf("it needs %s, %s is available: %s would make way at once", out.Need, out.Avail, names(plan))

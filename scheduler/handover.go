@@ -82,8 +82,11 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 	case v.gate.restores && (!t.cold() || s.idleSince(t).IsZero()):
 		s.reopen(now, v, fmt.Sprintf("%s is not to be restored any more", t.cfg.Name))
 		return
-	case v.state == Idle && v.queue.count > 0: // it is wanted itself now
+	case v.state == Idle && !v.gate.own && v.queue.count > 0: // it is wanted itself now
 		s.reopen(now, v, "requests for it have come")
+		return
+	case v.gate.own && v.queue.count == 0:
+		s.reopen(now, v, "nobody waits for it any more")
 		return
 	case t != nil && !v.gate.restores && (t.queue.count == 0 || !t.cold()):
 		s.reopen(now, v, fmt.Sprintf("%s does not wait any more", t.cfg.Name))
@@ -142,7 +145,7 @@ func (s *State) stopNow(now time.Time, v *slot) {
 	why := unloadReason(st.target)
 	switch {
 	case v.state == Idle:
-		why = "it may have been loaded before the broker came, and memory is short"
+		why = "memory is short, and the server may hold some that the broker did not see it take"
 	case st.idle:
 		why = fmt.Sprintf("nobody has used it for %s", now.Sub(v.idleAt).Round(time.Millisecond))
 	case v.gate.lent:
@@ -444,8 +447,8 @@ func (s *State) unloadByHand(now time.Time, slotName string) {
 		}
 		v.gate = gate{closed: true, since: since}
 		s.pump(now)
-	} else if s.mayBeLoaded(v) && !v.gate.closed {
-		s.flush(now, v, false)
+	} else if s.mayBeLoaded(v) && v.queue.count == 0 && !v.gate.closed {
+		s.flush(now, v, nil)
 	}
 }
 
@@ -485,27 +488,6 @@ func (s *State) leftBehind(c *card, sl *slot) (residue, outsiders gpu.Bytes) {
 		}
 	}
 	return clamp(rest, 0, l.Seen[at]), l.Outsiders
-}
-
-// flush calls the unload route of an IDLE lazy server that was never called:
-// it may have been loaded before we came (accounting §3). If it can tell that it works, it may finish.
-func (s *State) flush(now time.Time, v *slot, room bool) {
-	v.gate = gate{closed: true, room: room, since: now}
-	s.proceedDrain(now, v)
-}
-
-func (s *State) flushed(now time.Time, v *slot, failure string) {
-	v.stop, v.gate = stopping{}, gate{}
-	why := "its unload route was called, since it may have been loaded before the broker came"
-	if failure != "" {
-		why += ": " + failure
-	}
-	s.decide(Decision{At: now, Kind: "flushed", Slot: v.cfg.Name, GPU: v.gpu(), Reason: why})
-	for _, t := range s.slots { // its memory has time to come back
-		if !t.want.blocked.IsZero() {
-			t.want.blocked = now
-		}
-	}
 }
 
 // retire unloads a slot that is not in the config any more, once nobody waits for it.

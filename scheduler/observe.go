@@ -67,6 +67,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		sl.state, sl.since, sl.idleAt, sl.loadedAt = s.startState(&c), now, time.Time{}, time.Time{}
 		sl.stop, sl.gate, sl.readyAt, sl.want = stopping{}, gate{}, now, target{}
 		sl.dead, sl.suspect, sl.deaths, sl.reviving = "", false, 0, false
+		sl.unloaded, sl.started, sl.flushedAt, sl.unloadBad, sl.retryAt = false, 0, time.Time{}, 0, time.Time{} // a server of which nothing is known
 		s.recall(now, sl)
 	}
 	s.checkBudget(now, sl)
@@ -94,7 +95,7 @@ func (s *State) place(sl *slot) {
 	}
 	sl.on = nil
 	for _, index := range sl.cfg.GPUs {
-		sl.on = append(sl.on, &holding{card: index, known: -1})
+		sl.on = append(sl.on, &holding{card: index, known: -1, foreign: unseen})
 	}
 	s.reindex()
 }
@@ -286,6 +287,7 @@ func (s *State) follow(c *card) {
 		}
 	}
 	s.capResidues(c)
+	s.noteForeign(c)
 }
 
 // capResidues caps what unloaded slots left on a GPU anew by what nobody else explains of its memory.

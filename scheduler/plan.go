@@ -252,11 +252,14 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 	if s.fits(t) && !t.want.extra {
 		return s.begin(now, t)
 	}
+	if s.freesItself(now, t) {
+		return false
+	}
 	if n := len(t.want.tries); n > 0 && n >= t.want.planned+s.cfg.MaxEvictions { // more unloads would not help either
 		t.why = "waits for memory that unloads did not bring back"
-		if v := s.unflushed(t); v != nil {
+		if v := s.unflushed(now, t); v != nil {
 			t.want.blocked = now
-			s.flush(now, v, true)
+			s.flush(now, v, t)
 			return false
 		}
 		if !t.want.blocked.IsZero() && !s.due(now, t.want.blocked.Add(s.cfg.OutsiderWait)) { // what was flushed has time to come back
@@ -379,8 +382,8 @@ func (s *State) wait(now time.Time, t *slot) (progress bool) {
 	if t.want.blocked.IsZero() {
 		t.want.blocked = now
 	}
-	if v := s.unflushed(t); v != nil {
-		s.flush(now, v, true)
+	if v := s.unflushed(now, t); v != nil {
+		s.flush(now, v, t)
 		return false
 	}
 	if !s.due(now, t.want.blocked.Add(s.cfg.OutsiderWait)) {
@@ -436,20 +439,6 @@ func (s *State) whyWarm(t *slot) string {
 	}
 }
 
-// mayBeLoaded says of a lazy slot that was never used or unloaded since the start that nobody can know.
-func (s *State) mayBeLoaded(v *slot) bool {
-	return v.state == Idle && !v.unloaded && v.started == 0 && v.queue.count == 0 && v.cfg.CanUnload && v.cfg.lazy() && !v.cfg.CanTell
-}
-
-// unflushed is a lazy slot that is taken for IDLE, and may have been loaded before the broker came.
-func (s *State) unflushed(t *slot) *slot {
-	for _, v := range s.slots {
-		if v != t && s.mayBeLoaded(v) && !v.gate.closed && v.health == healthGood && overlap(t, v) && s.protects(t, v) == "" {
-			return v
-		}
-	}
-	return nil
-}
 
 // wouldEvict says who would be unloaded for t, once for those who wait now.
 func (s *State) wouldEvict(now time.Time, t *slot, plan []*slot) {

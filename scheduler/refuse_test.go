@@ -311,16 +311,34 @@ func TestALazySlotThatWorksForSomebodyElseIsNotUnloadedBeforeItIsDone(t *testing
 	f.requireRunning(h)
 }
 
-func TestALazySlotThatIsWantedItselfIsNotUnloaded(t *testing.T) {
-	f := haunted(t, asksBusy)
+func TestALazySlotThatIsWantedItselfAndFitsIsNotUnloaded(t *testing.T) {
+	f := haunted(t, asksBusy, func(c *SlotConfig) { c.Claim = 2000 * gpu.MiB })
 	f.works["comfyui"] = true
 	h := f.submit("mvoice")
 	f.advance(time.Second)
-	own := f.submit("comfyui")
-	require.True(t, f.slot("comfyui").GateOpen)
+	require.False(t, f.slot("comfyui").GateOpen)
+	f.requireRunning(f.submit("comfyui"))
 	f.requireUnloads()
-	f.cancel(own)
 	f.cancel(h)
+}
+
+func TestK0_ALazySlotThatIsWantedItselfIsFlushedForItself(t *testing.T) {
+	f := haunted(t, asksBusy)
+	f.works["comfyui"] = true
+	f.submit("mvoice")
+	f.advance(time.Second)
+	own := f.submit("comfyui")
+	require.False(t, f.slot("comfyui").GateOpen)
+	f.works["comfyui"] = false
+	f.advance(busyPoll)
+	f.requireUnloads("comfyui")
+	f.answered("comfyui")
+	f.free(15772)
+	f.loaded("mvoice") // it came first
+	f.release(f.lastJob("mvoice"))
+	f.advance(time.Minute)
+	f.evicted("mvoice", 0)
+	f.requireRunning(own)
 }
 
 func TestALazySlotIsUnloadedOnceOnly(t *testing.T) {

@@ -154,6 +154,7 @@ type slot struct {
 	muteSince time.Time // since when every CheckBusy failed; zero: the last was answered
 	stop      stopping
 	unloaded  bool      // its unload route was called since the start
+	flushedAt time.Time // … while it was IDLE, and answered
 	retryAt   time.Time // not chosen as victim before: its last unload failed or its drain took too long
 	unloadBad int
 
@@ -179,6 +180,7 @@ type holding struct {
 	base     gpu.Bytes // seen amount when the residue began …
 	baseFree gpu.Bytes // … and what was free and foreign then
 	baseOut  gpu.Bytes
+	foreign  gpu.Bytes // IDLE and lazy: the least that outsiders held since it was last unloaded
 	kept     gpu.Bytes // residue before the unload of another began on this GPU
 	known    gpu.Bytes // residue after the last unload; -1: never unloaded
 	loadFree gpu.Bytes // free when its load began
@@ -197,6 +199,7 @@ type gate struct {
 	lent     bool  // its GPU is lent: it opens again when that ends
 	renews   bool  // its driver is to be replaced: it opens again if that is taken back
 	room     bool  // IDLE, and to be flushed for whoever waits for memory
+	own      bool  // IDLE, and to be flushed for its own jobs
 	since    time.Time
 	clear    bool // the server said, after the drain, that it is idle
 }
@@ -386,6 +389,10 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 			sl.loadedAt = time.Time{}
 		}
 		s.place(sl) // the configuration may have moved it while it was loaded
+		s.cards(sl, func(c *card, h *holding) {
+			h.foreign = unseen
+			s.noteForeign(c)
+		})
 		sl.lent = s.cfg.Mode == Evicting && s.lentOn(now, sl)
 	}
 }
