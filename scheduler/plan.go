@@ -439,7 +439,6 @@ func (s *State) whyWarm(t *slot) string {
 	}
 }
 
-
 // wouldEvict says who would be unloaded for t, once for those who wait now.
 func (s *State) wouldEvict(now time.Time, t *slot, plan []*slot) {
 	if t.want.would {

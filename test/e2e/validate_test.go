@@ -292,6 +292,21 @@ func (s *site) restart() {
 	case <-time.After(patience):
 		s.t.Fatal("caddy did not stop")
 	}
+	s.startAgain()
+}
+
+// killed ends the site's Caddy as kill -9 does, and starts it anew.
+func (s *site) killed() {
+	s.t.Helper()
+	require.NoError(s.t, s.cmd.Process.Kill())
+	_ = s.cmd.Wait() // it reports that it was killed
+	s.startAgain()
+}
+
+// startAgain starts the site's Caddy, which has ended.
+func (s *site) startAgain() {
+	s.t.Helper()
+	old := s.cmd
 	log, err := os.OpenFile(filepath.Join(s.dir, "caddy.log"), os.O_APPEND|os.O_WRONLY, 0)
 	require.NoError(s.t, err)
 	defer log.Close()
