@@ -16,8 +16,8 @@ import (
 
 // metrics are made once for the process and registered with each configuration's registry, so they survive reloads.
 var metrics = struct {
-	wait, run, load, unload, residency                   *prometheus.HistogramVec
-	errors, unloads, loads, loadFailures, unloadFailures *prometheus.CounterVec
+	wait, run, load, unload, residency                                      *prometheus.HistogramVec
+	errors, passed, evictions, unloads, loads, loadFailures, unloadFailures *prometheus.CounterVec
 }{
 	wait:           histogram("wait_seconds", "How long requests waited for their turn and their model.", waits),
 	run:            histogram("run_seconds", "How long requests ran, until the last byte of their answer.", waits),
@@ -25,7 +25,9 @@ var metrics = struct {
 	unload:         histogram("unload_seconds", "How long unloads took, until the memory was back.", waits),
 	residency:      histogram("residency_seconds", "How long models stayed loaded, until their memory was back or they were gone.", stays),
 	errors:         counter("errors_total", "Requests that were refused or failed, by code.", "consumer", "code"),
-	unloads:        counter("evictions_total", "Successful unloads, by reason: evict (made for room), idle or manual.", "consumer", "reason"),
+	passed:         counter("passed_total", "Requests that no list of their consumer names, and that passed without a turn.", "consumer"),
+	evictions:      counter("evictions_total", "Successful unloads made for room. The only reason is evict.", "consumer", "reason"),
+	unloads:        counter("unloads_total", "Successful unloads, by reason: evict (made for room), idle or manual.", "consumer", "reason"),
 	loads:          counter("loads_total", "Loads that were decided.", "consumer"),
 	loadFailures:   counter("load_failures_total", "Loads that failed.", "consumer"),
 	unloadFailures: counter("unload_failures_total", "Unloads that failed: the model stayed.", "consumer"),
@@ -50,8 +52,8 @@ func counter(name, help string, labels ...string) *prometheus.CounterVec {
 
 // registerMetrics adds all metrics to a configuration's registry; those that are there already are no fault.
 func registerMetrics(r *prometheus.Registry) error {
-	for _, c := range []prometheus.Collector{metrics.wait, metrics.run, metrics.load, metrics.unload, metrics.residency, metrics.errors, metrics.unloads,
-		metrics.loads, metrics.loadFailures, metrics.unloadFailures, live{}} {
+	for _, c := range []prometheus.Collector{metrics.wait, metrics.run, metrics.load, metrics.unload, metrics.residency, metrics.errors, metrics.passed,
+		metrics.evictions, metrics.unloads, metrics.loads, metrics.loadFailures, metrics.unloadFailures, live{}} {
 		var twice prometheus.AlreadyRegisteredError
 		if err := r.Register(c); err != nil && !errors.As(err, &twice) {
 			return err
@@ -59,6 +61,46 @@ func registerMetrics(r *prometheus.Registry) error {
 	}
 	return nil
 }
+
+// reasons are the values of the label reason of unloads.
+const (
+	reasonEvict  = "evict"
+	reasonIdle   = "idle"
+	reasonManual = "manual"
+)
+
+// codes are the values of the label code of errors_total.
+var codes = []string{
+	"bad_request", "blocked", "body_too_large", codeLeft, "failed", "server_died",
+	string(scheduler.UnknownConsumer), string(scheduler.NeverFits), string(scheduler.Unhealthy), string(scheduler.NotRunning), string(scheduler.QueueFull),
+	string(scheduler.VRAMExhausted), string(scheduler.LoadFailed), string(scheduler.GPULost), string(scheduler.Draining), string(scheduler.BudgetExceeded),
+}
+
+// createSeries creates every series of these consumers, at zero: the increase of a
+// counter that begins at one is never seen. Those that exist keep their values.
+func createSeries(consumers []string) {
+	for _, code := range codes { // of requests for which no consumer was found
+		metrics.errors.WithLabelValues("", code)
+	}
+	for _, name := range consumers {
+		for _, h := range []*prometheus.HistogramVec{metrics.wait, metrics.run, metrics.load, metrics.unload, metrics.residency} {
+			h.WithLabelValues(name)
+		}
+		for _, c := range []*prometheus.CounterVec{metrics.passed, metrics.loads, metrics.loadFailures, metrics.unloadFailures} {
+			c.WithLabelValues(name)
+		}
+		for _, code := range codes {
+			metrics.errors.WithLabelValues(name, code)
+		}
+		metrics.evictions.WithLabelValues(name, reasonEvict)
+		for _, reason := range []string{reasonEvict, reasonIdle, reasonManual} {
+			metrics.unloads.WithLabelValues(name, reason)
+		}
+	}
+}
+
+// countPassed counts a request that no list of its consumer names, and that passed without a turn.
+func countPassed(consumer string) { metrics.passed.WithLabelValues(consumer).Inc() }
 
 // live reads the broker's state when metrics are asked for.
 type live struct{}
@@ -159,13 +201,14 @@ func (observer) Count(d scheduler.Decision) {
 	case "load_failed":
 		metrics.loadFailures.WithLabelValues(consumer).Inc()
 	case "evicted":
-		metrics.unloads.WithLabelValues(consumer, "evict").Inc()
+		metrics.evictions.WithLabelValues(consumer, reasonEvict).Inc()
+		metrics.unloads.WithLabelValues(consumer, reasonEvict).Inc()
 		metrics.unload.WithLabelValues(consumer).Observe(d.Took)
 	case "unloaded":
-		metrics.unloads.WithLabelValues(consumer, "manual").Inc()
+		metrics.unloads.WithLabelValues(consumer, reasonManual).Inc()
 		metrics.unload.WithLabelValues(consumer).Observe(d.Took)
 	case "idle_unloaded":
-		metrics.unloads.WithLabelValues(consumer, "idle").Inc()
+		metrics.unloads.WithLabelValues(consumer, reasonIdle).Inc()
 		metrics.unload.WithLabelValues(consumer).Observe(d.Took)
 	case "unload_failed":
 		metrics.unloadFailures.WithLabelValues(consumer).Inc()

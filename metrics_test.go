@@ -1,6 +1,8 @@
 package gpubroker
 
 import (
+	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -66,4 +68,33 @@ func TestResidencyIsCountedByConsumerAndTellsDaysApart(t *testing.T) {
 		}
 	}
 	require.Equal(t, 24*3600.0, below)
+}
+
+func TestEveryDocumentedErrorCodeHasASeries(t *testing.T) {
+	page, err := os.ReadFile("docs/operating.md")
+	require.NoError(t, err)
+	_, rest, ok := strings.Cut(string(page), "<!-- codes -->")
+	require.True(t, ok)
+	var documented []string
+	for line := range strings.Lines(strings.TrimSpace(rest)) {
+		if !strings.HasPrefix(line, "|") {
+			break
+		}
+		if name := strings.SplitN(line, "`", 3); len(name) == 3 {
+			documented = append(documented, name[1])
+		}
+	}
+	require.ElementsMatch(t, documented, codes, "a new code belongs into the table of docs/operating.md and into codes in metrics.go")
+}
+
+func TestN2_ASeriesThatExistsKeepsItsValue(t *testing.T) {
+	createSeries([]string{"kept"})
+	metrics.loads.WithLabelValues("kept").Inc()
+	countPassed("kept")
+	createSeries([]string{"kept", "added"})
+	got := gathered(t, metrics.loads, metrics.passed)
+	for series, want := range map[string]float64{"loads_total kept": 1, "loads_total added": 0, "passed_total kept": 1, "passed_total added": 0} {
+		require.Contains(t, got, "caddy_gpu_broker_"+series)
+		require.Equal(t, want, got["caddy_gpu_broker_"+series].GetCounter().GetValue(), series)
+	}
 }

@@ -189,6 +189,7 @@ func hash(parts ...[]byte) string {
 // before it, after all apps have started.
 func (a *App) Start() error {
 	a.reap()
+	createSeries(a.names()) // before anything is counted
 	if err := a.pool.broker.Push(a.generation); err != nil {
 		return err
 	}

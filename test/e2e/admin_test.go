@@ -108,7 +108,7 @@ func TestAdminLoadsAndUnloads(t *testing.T) {
 	st := s.status().Scheduler
 	require.EqualValues(t, 1, st.ManualUnloads)
 	require.EqualValues(t, 1, st.Evictions, "one by hand is no eviction")
-	require.Equal(t, 1.0, s.metric(`evictions_total{consumer="b",reason="manual"}`))
+	require.Equal(t, 1.0, s.metric(`unloads_total{consumer="b",reason="manual"}`))
 
 	for path, want := range map[string]int{"nobody/load": 404, "nobody/unload": 404, "a/shake": 404, "a/load?wait=soon": 400} {
 		require.Equal(t, want, post(path).status, path)

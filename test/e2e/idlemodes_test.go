@@ -38,7 +38,7 @@ func TestIdleUnloadThatIsObservedSaysSoOnceAndDoesNothing(t *testing.T) {
 	st := s.status()
 	require.Zero(t, st.Scheduler.IdleUnloads)
 	require.Empty(t, st.Consumers["a"].UnloadAt, "it will not be unloaded")
-	require.Equal(t, -1.0, s.metric(`evictions_total{consumer="a",reason="idle"}`))
+	require.Equal(t, 0.0, s.metric(`unloads_total{consumer="a",reason="idle"}`))
 	require.Equal(t, 1, s.servers["a"].Stats().Loads)
 	s.reloaded(func(c string) string { return strings.Replace(c, "idle_unload observe", "idle_unload on", 1) })
 	s.nth("a", modelserver.EventUnloadCall, 1)
