@@ -124,7 +124,7 @@ func logDecision(log *zap.Logger, d scheduler.Decision) {
 	switch d.Kind {
 	case "bug":
 		log.Error(d.Kind, fields...)
-	case "refuse", "short_budget", "load_failed", "unload_failed", "unhealthy", "gpu_lost", "telemetry_lost":
+	case "refuse", "short_budget", "claim_raised", "load_failed", "unload_failed", "unhealthy", "gpu_lost", "telemetry_lost":
 		log.Warn(d.Kind, fields...)
 	default:
 		log.Info(d.Kind, fields...)

@@ -272,6 +272,9 @@ func (b *Broker) slotStatus(v scheduler.SlotView) Slot {
 			s.ClaimSource = "server"
 		}
 	}
+	if v.ClaimSeen {
+		s.ClaimSource = "measured"
+	}
 	return s
 }
 

@@ -230,11 +230,11 @@ func (s *State) neverFits(t *slot) *Refusal {
 				pinned += vh.booking
 			}
 		}
-		need, room := t.claim()+s.cushion(c), c.Total-s.cfg.Reserve-pinned
+		need, room := t.configured()+s.cushion(c), c.Total-s.cfg.Reserve-pinned
 		if need <= room {
 			continue
 		}
-		msg := fmt.Sprintf("consumer %q can never fit: it claims %s and %s cushion, and GPU %d has %s in all", t.cfg.Name, t.claim(), s.cushion(c), c.Index, c.Total)
+		msg := fmt.Sprintf("consumer %q can never fit: it claims %s and %s cushion, and GPU %d has %s in all", t.cfg.Name, t.configured(), s.cushion(c), c.Index, c.Total)
 		if s.cfg.Reserve > 0 {
 			msg += fmt.Sprintf(", less %s reserve", s.cfg.Reserve)
 		}

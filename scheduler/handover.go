@@ -300,12 +300,12 @@ func (s *State) stopped(now time.Time, v *slot) {
 		}
 		h.residue = s.residueNow(v, i, c)
 		before := s.knownResidue(v, h)
-		switch {
-		case h.hasMeas && v.stop.seen[i] == h.measured:
-			footprint += h.measured
-		case c.Known:
-			footprint += max(0, c.Free-v.stop.free[i]) + h.residue
+		took := h.peak
+		if c.Known && !h.hasMeas { // what came back, as far as it was this slot's or nobody's, and what its next load will use again
+			took = max(took, clamp(c.Free-v.stop.free[i], 0, v.stop.seen[i]+v.stop.out[i])+min(h.residue, v.cfg.Residual))
 		}
+		footprint += took
+		h.peak = 0
 		h.base, h.baseFree, h.baseOut, h.frozen = h.residue, c.Free, v.stop.out[i], false
 		h.booking, h.drop, h.hasMeas = 0, 0, false // what was measured may be older than the unload
 		gave += v.stop.seen[i] - h.residue
@@ -338,7 +338,7 @@ func (s *State) stopped(now time.Time, v *slot) {
 		v.evicted = v.gate.lent
 		s.counts.ManualUnloads++
 	}
-	v.took.add(footprint)
+	s.learn(v, footprint)
 	v.stop, v.gate, v.settled = stopping{}, gate{}, false
 	s.to(now, v, Idle)
 	s.decide(d)
@@ -349,10 +349,10 @@ func (s *State) stopped(now time.Time, v *slot) {
 func (s *State) load(now time.Time, t *slot) {
 	need, avail := s.needOf(t)
 	s.cards(t, func(c *card, h *holding) {
-		h.booking, h.residue, h.drop, h.loadFree, h.frozen, h.hasMeas = t.claim(), 0, 0, c.Free, false, false
+		h.booking, h.residue, h.drop, h.loadFree, h.frozen, h.hasMeas, h.peak = t.claim(), 0, 0, c.Free, false, false, 0
 	})
 	t.settled, t.loadAt = false, now
-	t.want.victim, t.want.blocked, t.want.planned, t.want.tries = nil, time.Time{}, 0, nil
+	t.want.victim, t.want.blocked, t.want.planned, t.want.tries, t.want.atMost = nil, time.Time{}, 0, nil, 0
 	s.to(now, t, Loading)
 	s.freeze(t)
 	s.counts.Loads++
@@ -386,6 +386,7 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 		s.pump(now)
 		return
 	}
+	s.learnPeak(t)
 	s.cards(t, func(c *card, h *holding) {
 		h.residue, h.baseOut = s.leftBehind(c, t)
 		h.base, h.baseFree = h.residue, h.loadFree-h.residue
@@ -454,6 +455,7 @@ func (s *State) unloadByHand(now time.Time, slotName string) {
 
 // vanish is the edge of a slot whose memory went without us: a crash, or its own doing.
 func (s *State) vanish(now time.Time, sl *slot, why string) {
+	s.learnPeak(sl)
 	s.cards(sl, func(c *card, h *holding) {
 		h.residue, h.baseOut = s.leftBehind(c, sl)
 		h.base, h.baseFree, h.frozen = h.residue, c.Free, false

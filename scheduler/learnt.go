@@ -37,6 +37,11 @@ func (s *State) Learnt() map[string]Learnt {
 
 func (sl *slot) learnt() (l Learnt, known bool) {
 	l = Learnt{LoadCost: sl.loadCost.value, UnloadCost: sl.stopCost.value, LastUse: sl.lastUse, LastPriority: sl.lastPrio, Footprints: slices.Clone(sl.took.latest)}
+	if peak := sl.peak(); sl.state == Ready && peak > 0 { // what it takes now is worth no less than what its loads took before
+		now := footprint{latest: l.Footprints}
+		now.add(peak)
+		l.Footprints = now.latest
+	}
 	return l, l.LoadCost > 0 || l.UnloadCost > 0 || !l.LastUse.IsZero() || len(l.Footprints) > 0
 }
 

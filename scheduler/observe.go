@@ -40,6 +40,7 @@ func (s *State) configure(now time.Time, cfg Config) {
 	s.forget() // not before: what is remembered of slots that are there has come back to them
 	s.reindex()
 	s.relock()
+	s.expectAll()
 	s.pump(now)
 }
 
@@ -179,7 +180,7 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 	switch {
 	case e.Loaded == Yes && (sl.state == Unknown || sl.state == Idle):
 		for _, h := range sl.on { // booked, never refused
-			h.booking, h.residue = max(sl.claim(), h.residue), 0
+			h.booking, h.residue, h.peak = max(sl.claim(), h.residue), 0, 0
 		}
 		s.to(now, sl, Ready)
 		sl.settled, sl.settledAt = true, time.Time{}
@@ -198,7 +199,8 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 	}
 	if e.Resident > 0 && sl.state == Ready {
 		for _, h := range sl.on { // its word may raise a booking, never lower it
-			h.booking = max(h.booking, e.Resident/gpu.Bytes(len(sl.on)))
+			resident := e.Resident / gpu.Bytes(len(sl.on))
+			h.booking, h.peak = max(h.booking, resident), max(h.peak, resident)
 		}
 	}
 }
@@ -219,12 +221,14 @@ func (s *State) sample(now time.Time, e Sampled) {
 			c.Known, c.Reason = false, e.Lost
 		}
 	}
+	changed := false
 	for _, d := range e.Devices {
 		c := s.cardOf(d.UUID)
 		if c == nil {
 			c = &card{Device: Device{UUID: d.UUID, Index: d.Index}}
 			s.gpus = append(s.gpus, c)
 		}
+		changed = changed || c.Total != d.Total
 		if d.Lost != c.Lost {
 			s.decide(Decision{At: now, Kind: "gpu_" + map[bool]string{true: "lost", false: "back"}[d.Lost], GPU: d.Index, Reason: d.Reason})
 		}
@@ -238,6 +242,9 @@ func (s *State) sample(now time.Time, e Sampled) {
 		s.follow(c)
 	}
 	slices.SortFunc(s.gpus, func(a, b *card) int { return a.Index - b.Index })
+	if changed {
+		s.expectAll()
+	}
 	if s.waiting > 0 || s.unsettled() || s.lending || len(s.cfg.Restore) > 0 { // a lent GPU may have another index, one that is idle more memory
 		s.pump(now)
 	}
@@ -273,7 +280,7 @@ func (s *State) follow(c *card) {
 			h.measured, h.hasMeas = c.Measured[sl.cfg.Name], false
 			_, h.hasMeas = c.Measured[sl.cfg.Name]
 			if h.hasMeas && (sl.state == Ready || sl.state == Loading) {
-				h.booking = max(h.booking, h.measured)
+				h.booking, h.peak = max(h.booking, h.measured), max(h.peak, h.measured)
 			}
 		}
 		if !c.Known {

@@ -210,6 +210,7 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 		s.refuseAll(now, t, r)
 		return true
 	}
+	s.checkClaim(now, t)
 	if v := t.want.victim; v != nil {
 		if v.state != Stopping && s.fits(t) && !t.want.extra {
 			t.want.victim = nil
@@ -257,6 +258,9 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 	}
 	if n := len(t.want.tries); n > 0 && n >= t.want.planned+s.cfg.MaxEvictions { // more unloads would not help either
 		t.why = "waits for memory that unloads did not bring back"
+		if s.settleForLess(t) {
+			return true
+		}
 		if v := s.unflushed(now, t); v != nil {
 			t.want.blocked = now
 			s.flush(now, v, t)
@@ -376,6 +380,9 @@ func (s *State) wait(now time.Time, t *slot) (progress bool) {
 			s.reserve(t)
 		}
 		return false
+	}
+	if s.settleForLess(t, could...) {
+		return true
 	}
 	why := s.inTheWay(t)
 	t.why = "waits for memory: " + why

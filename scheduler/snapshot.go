@@ -46,6 +46,7 @@ type SlotView struct {
 	Waiting   int
 	Why       string
 	Claim     gpu.Bytes
+	ClaimSeen bool // Claim is what was seen lately, which is more than the configuration says
 	Holds     []HoldView
 	LastUse   time.Time
 	ReadyAt   time.Time
@@ -121,9 +122,10 @@ func (s *State) Slot(name string) (SlotView, bool) {
 func (s *State) view(sl *slot) SlotView {
 	v := SlotView{Name: sl.cfg.Name, Disabled: sl.cfg.Disabled, Gone: sl.gone, State: sl.state, GateOpen: !sl.gate.closed, DrainFor: name(sl.gate.target),
 		Health: [...]string{"unknown", "healthy", "unhealthy"}[sl.health], Detail: sl.detail, Active: sl.active, Held: sl.held,
-		Waiting: sl.queue.count + sl.parked, Why: s.reason(sl), Claim: sl.cfg.Claim, LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio, HasPrio: sl.busy() || sl.runCost.known || sl.lastPrio != 0 || sl.recalled,
+		Waiting: sl.queue.count + sl.parked, Why: s.reason(sl), LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio, HasPrio: sl.busy() || sl.runCost.known || sl.lastPrio != 0 || sl.recalled,
 		Pinned: sl.pinned(), CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad,
 		Draining: s.draining || s.ending || sl.draining, Measured: sl.took.measured()}
+	v.Claim, v.ClaimSeen = sl.totalClaim()
 	if s.idles(sl) && s.cfg.IdleUnload == IdleOn && !sl.gate.closed {
 		v.UnloadAt = s.idleEnd(sl)
 	}

@@ -167,6 +167,8 @@ type slot struct {
 	stopCost    ewma
 	runCost     ewma
 	took        footprint // what its loads took
+	seenLately  gpu.Bytes // … lately, of each of its GPUs, at most what they can give; 0: no load was seen
+	raisedTo    gpu.Bytes // the claim that was announced because it is larger than the configured one; 0: none
 
 	want target
 	why  string // why its jobs wait, for people
@@ -188,6 +190,7 @@ type holding struct {
 	frozen   bool // another transition began since: drop and residue don't follow free memory any more
 	measured gpu.Bytes
 	hasMeas  bool
+	peak     gpu.Bytes // the most that was measured of it, or that its server reported, since its load
 }
 
 // gate is what keeps new jobs out of a READY slot that is to be unloaded.
@@ -228,6 +231,7 @@ type target struct {
 	blocked time.Time // since when it would not fit, whatever we do
 	extra   bool      // one more victim must go, though it would fit: the server ran out of memory
 	oom     int       // loads that ran out of memory in a row
+	atMost  gpu.Bytes // the claim is no larger, though more was seen: so much can be had; 0: it is what it is
 	would   bool      // it was said who would be evicted, were evictions not only observed
 	lock    bool      // lazy, and it fits: its first job competes for the lock like those of loaded slots
 	hadLock bool      // … as of the last planning
@@ -434,15 +438,6 @@ func (sl *slot) hold(index int) *holding {
 		}
 	}
 	return nil
-}
-
-// claim is what the slot's load takes of each of its GPUs.
-func (sl *slot) claim() gpu.Bytes {
-	n := gpu.Bytes(len(sl.on))
-	if n <= 1 {
-		return sl.cfg.Claim
-	}
-	return sl.cfg.Claim / n * 110 / 100
 }
 
 // busy says whether the slot computes, as far as its jobs tell.
