@@ -13,6 +13,7 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/routing"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
@@ -40,7 +41,7 @@ func (h *Handler) newByModel(only *config.Consumer) (*byModel, error) {
 	var named []routing.Named
 	var listed []routing.Listed
 	for _, c := range consumers {
-		all, shown := names(c)
+		all, shown := names(c, h.app.modelNames[c.Name])
 		named = append(named, all...)
 		listed = append(listed, shown...)
 	}
@@ -66,8 +67,8 @@ func modelFrom(c *config.Consumer) []config.ModelFrom {
 	return c.ModelFrom
 }
 
-// names is what requests may call a consumer or its models, and what of that lists show.
-func names(c *config.Consumer) (all []routing.Named, shown []routing.Listed) {
+// names is what requests may call a consumer or its models, and what of that lists show. compare is how its server compares models' names.
+func names(c *config.Consumer, compare lifecycle.Names) (all []routing.Named, shown []routing.Listed) {
 	list := func(n routing.Named, size gpu.Bytes, names ...string) {
 		all = append(all, n)
 		for _, name := range append(names, n.Aliases...) {
@@ -85,7 +86,7 @@ func names(c *config.Consumer) (all []routing.Named, shown []routing.Listed) {
 		if size == 0 {
 			size = c.VRAM
 		}
-		list(routing.Named{Consumer: c.Name, Model: model.Name, Aliases: model.Alias, Hidden: !c.IsEnabled()}, size, model.Name)
+		list(routing.Named{Consumer: c.Name, Model: model.Name, Aliases: model.Alias, Hidden: !c.IsEnabled(), Same: compare.Same}, size, model.Name)
 	}
 	return all, shown
 }
@@ -140,7 +141,7 @@ func (j *job) resolve(r *http.Request) (*target, error) {
 	case err != nil:
 		return nil, badRequest(err)
 	case name != "":
-		return j.named(name)
+		return j.named(r, name)
 	case routing.IsList(r):
 		return nil, nil
 	case m.none != nil:
@@ -159,20 +160,28 @@ func (j *job) resolve(r *http.Request) (*target, error) {
 	return nil, &failure{status: http.StatusBadRequest, code: "bad_request", message: message}
 }
 
-// named finds who is meant by a name: what the configuration names, then what servers hold that it does not.
-func (j *job) named(name string) (*target, error) {
+// named finds who is meant by a name: what the configuration names, then what servers have that it does not.
+func (j *job) named(r *http.Request, name string) (*target, error) {
 	h, m := j.handler, j.handler.byModel
 	if who, ok := m.names.Lookup(name); ok {
 		j.model = who.Model
 		return h.targets[who.Consumer], nil
 	}
+	if m.only != nil && m.only.VRAM > 0 {
+		offer := h.pool.broker.Offer(r.Context(), m.only.Name, name)
+		switch offer.Known {
+		case lifecycle.Yes:
+			j.model = offer.As
+		case lifecycle.No: // to ask for it would unload others for nothing
+			return nil, m.missing(name, offer.Listed)
+		default:
+			j.model = strings.Clone(name)
+		}
+		return h.fixed, nil
+	}
 	consumer := ""
 	if m.only != nil {
 		consumer = m.only.Name
-	}
-	if m.only != nil && m.only.VRAM > 0 {
-		j.model = strings.Clone(name)
-		return h.fixed, nil
 	}
 	if consumer, j.model = h.pool.broker.Holder(consumer, name); consumer != "" && h.targets[consumer] != nil {
 		return h.targets[consumer], nil
@@ -181,12 +190,15 @@ func (j *job) named(name string) (*target, error) {
 }
 
 // unknown is the error for a name that no consumer has.
-func (m *byModel) unknown(name string) error {
+func (m *byModel) unknown(name string) error { return m.missing(name, nil) }
+
+// missing is the error for a name that no consumer has, nor the server whose list this is.
+func (m *byModel) missing(name string, listed []string) error {
 	message := fmt.Sprintf("there is no model %.512q", name)
 	if m.only != nil {
 		message += fmt.Sprintf(" at consumer %q", m.only.Name)
 	}
-	if near := m.names.Near(name); len(near) > 0 {
+	if near := m.names.Near(name, listed...); len(near) > 0 {
 		for i := range near {
 			near[i] = strconv.Quote(near[i])
 		}

@@ -50,7 +50,8 @@ type App struct {
 
 	pool       *pooled
 	generation *broker.Generation
-	starts     map[string]bool // the consumers whose servers the broker starts and stops
+	starts     map[string]bool            // the consumers whose servers the broker starts and stops
+	modelNames map[string]lifecycle.Names // how their servers compare models' names, by consumer
 }
 
 // CaddyModule returns the Caddy module information.
@@ -101,7 +102,7 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 			faults = append(faults, err)
 		}
 	}
-	a.starts = map[string]bool{}
+	a.starts, a.modelNames = map[string]bool{}, map[string]lifecycle.Names{}
 	for _, c := range a.Consumers {
 		if c == nil || c.Shares != "" || len(c.LifecycleRaw) == 0 {
 			continue
@@ -116,6 +117,9 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 			continue
 		}
 		g.Lifecycles[c.Name] = guest
+		if n, ok := guest.(lifecycle.Namer); ok {
+			a.modelNames[c.Name] = n.ModelNames()
+		}
 		if _, http := guest.(*httplife.Lifecycle); !http {
 			a.starts[c.Name] = true
 		}

@@ -33,6 +33,7 @@ type Broker struct {
 	changed   chan struct{}               // guarded by mu: closed and replaced at each decision
 	sampler   *samplerLoop                // guarded by mu
 	devices   map[string]gpu.Device       // guarded by mu: the last full reading of each GPU, for display
+	stillness map[int]stillness           // guarded by mu: by a GPU's index
 
 	flags  flags    // see there
 	ladder []string // guarded by mu: scratch space of guarded
@@ -80,6 +81,7 @@ func New() *Broker {
 		consumers: map[string]*consumer{},
 		slots:     map[string]*slot{},
 		devices:   map[string]gpu.Device{},
+		stillness: map[int]stillness{},
 		changed:   make(chan struct{}),
 		posts:     make(chan scheduler.Decision, 1024),
 	}

@@ -19,6 +19,7 @@ type consumer struct {
 	upstream string    // where it listens; of a server that the driver starts: since its latest start
 	next     *settings // take the place of the present ones once the server that the driver has started is stopped; nil: nothing does
 	listed   time.Time // when a probe was sent whose answer listed the models that are loaded; zero: none was, or the latest did not
+	catalog  catalog
 	closing  bool      // the present driver stops what is left of its server; then next takes its place
 	partner  *consumer // whose server it shares; then it has nothing of its own but its name and configuration
 	slots    []*slot   // in the order of the configuration, then those that were adopted
@@ -86,7 +87,7 @@ func (c *consumer) keeps(key string) lifecycle.Driver {
 // take puts settings into force.
 func (c *consumer) take(s settings) {
 	if s.driver != c.driver {
-		c.traits = s.driver.Traits()
+		c.traits, c.catalog = s.driver.Traits(), catalog{}
 	}
 	c.settings, c.upstream = s, s.cfg.Upstream
 	c.findUpstream()
@@ -222,26 +223,44 @@ func (b *Broker) find(now time.Time, name, model string) (*consumer, *slot) {
 	return face, sl
 }
 
-// named is the configuration of the model that goes by this name, or by this alias; nil: there is none.
+// passes are the ways in which a name is looked for: first as it is written, then as the server compares names.
+var passes = [...]bool{true, false}
+
+// isName reports whether other is name, written the same way or, unless exactly, to the server.
+func (c *consumer) isName(other, name string, exactly bool) bool {
+	return other == name || !exactly && c.traits.Names.Same(other, name)
+}
+
+// named is the configuration of the model that goes by this name, or by this alias; nil: there is none. It does not allocate.
 func (c *consumer) named(name string) *config.Model {
-	for _, m := range c.cfg.Models {
-		if lifecycle.Same(m.Name, name, c.traits.Tag) || slices.ContainsFunc(m.Alias, func(a string) bool { return lifecycle.Same(a, name, c.traits.Tag) }) {
-			return m
+	for _, exactly := range passes {
+		for _, m := range c.cfg.Models {
+			if c.isName(m.Name, name, exactly) {
+				return m
+			}
+			for _, alias := range m.Alias {
+				if c.isName(alias, name, exactly) {
+					return m
+				}
+			}
 		}
 	}
 	return nil
 }
 
-// known is the slot of a model, by any of its names; nil: it has none.
+// known is the slot of a model, by any of its names; nil: it has none. It does not allocate.
 func (c *consumer) known(model string) *slot {
 	if m := c.named(model); m != nil {
 		model = m.Name
 	}
-	i := slices.IndexFunc(c.slots, func(sl *slot) bool { return lifecycle.Same(sl.model, model, c.traits.Tag) })
-	if i < 0 {
-		return nil
+	for _, exactly := range passes {
+		for _, sl := range c.slots {
+			if c.isName(sl.model, model, exactly) {
+				return sl
+			}
+		}
 	}
-	return c.slots[i]
+	return nil
 }
 
 // maxAdopted bounds the models of one consumer that nobody has named.
@@ -287,7 +306,7 @@ func (b *Broker) adopt(now time.Time, c *consumer, m lifecycle.Model, asked bool
 // disown drops the adopted slots that hold nothing, and that nobody asks for. It says whether there were any. It holds mu.
 func (b *Broker) disown(c *consumer, loaded []lifecycle.Model) (changed bool) {
 	c.slots = slices.DeleteFunc(c.slots, func(sl *slot) bool {
-		if !sl.adopted || slices.ContainsFunc(loaded, func(m lifecycle.Model) bool { return lifecycle.Same(m.Name, sl.model, c.traits.Tag) }) {
+		if !sl.adopted || slices.ContainsFunc(loaded, func(m lifecycle.Model) bool { return c.traits.Names.Same(m.Name, sl.model) || c.holds(m) == sl }) {
 			return false
 		}
 		v, known := b.state.Slot(sl.name)
@@ -305,7 +324,7 @@ func (b *Broker) learnOf(now time.Time, c *consumer, loaded []lifecycle.Model) {
 	}
 	changed := b.disown(c, loaded)
 	for _, m := range loaded {
-		sl := c.known(m.Name)
+		sl := c.holds(m)
 		switch {
 		case sl == nil && config.CheckModelName(m.Name) == nil: // one that is no name would spoil what is kept over a restart
 			b.adopt(now, c, m, false)
@@ -355,7 +374,7 @@ func (b *Broker) Holder(consumer, model string) (name, as string) {
 			continue
 		}
 		for _, sl := range c.slots {
-			if sl.adopted && lifecycle.Same(sl.model, model, c.traits.Tag) {
+			if sl.adopted && c.traits.Names.Same(sl.model, model) {
 				return c.name, sl.model
 			}
 		}

@@ -90,11 +90,12 @@ func (b *Broker) forgetSlot(sl *slot) {
 
 // target is what a slot is to its driver. It holds mu.
 func (b *Broker) target(sl *slot) lifecycle.Target {
-	t := lifecycle.Target{Model: sl.model}
+	index := sl.consumer.cfg.GPU
+	t := lifecycle.Target{Model: sl.model, Digest: sl.consumer.digestOf(sl.model), Still: func() (time.Duration, bool) { return b.still(index) }}
 	if !sl.consumer.traits.Starts {
 		return t
 	}
-	index, claim := sl.consumer.cfg.GPU, b.slotConfig(sl).Claim
+	claim := b.slotConfig(sl).Claim
 	t.GPUs = []lifecycle.Placed{{Index: index, Claim: claim}}
 	for _, d := range b.devices {
 		if d.Index == index && d.Health != gpu.Lost {
@@ -128,6 +129,9 @@ func (b *Broker) load(ctx context.Context, cancel func(), sl *slot, driver lifec
 	}
 	b.mu.Lock()
 	sl.loadEnded = time.Now()
+	if errors.Is(err, lifecycle.ErrNoModel) && sl.model != "" {
+		sl.consumer.miss(sl.loadEnded, sl.model)
+	}
 	if sl.consumer.driver == driver {
 		sl.consumer.findUpstream()
 	}
@@ -195,6 +199,9 @@ func (b *Broker) probe(ctx context.Context, name string, driver lifecycle.Driver
 	defer cancel()
 	sent := time.Now()
 	r := driver.Probe(pctx)
+	if b.strange(name, r.Models) {
+		b.refresh(pctx, name)
+	}
 	if ctx.Err() != nil {
 		return
 	}
@@ -240,7 +247,7 @@ func said(sl *slot, r lifecycle.Report, sent time.Time) scheduler.Probed {
 	case r.Models != nil:
 		e.Loaded = scheduler.No
 		for _, m := range r.Models {
-			if lifecycle.Same(m.Name, sl.model, sl.consumer.traits.Tag) || sl.consumer.known(m.Name) == sl { // it may go by an alias
+			if sl.consumer.traits.Names.Same(m.Name, sl.model) || sl.consumer.holds(m) == sl { // it may go by an alias
 				e.Loaded, e.Resident = scheduler.Yes, m.Resident
 			}
 		}

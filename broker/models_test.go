@@ -280,7 +280,7 @@ func TestAModelThatIsLoadedByItsAliasIsLoaded(t *testing.T) {
 		c.Models = []*config.Model{{Name: "a", Alias: []string{"gpt"}}}
 		w.gen = w.generation(t, nil, c)
 		traits := everything
-		traits.LoadModel, traits.UnloadModel, traits.Models, traits.Tag = true, true, true, "latest"
+		traits.LoadModel, traits.UnloadModel, traits.Models, traits.Names = true, true, true, lifecycle.Names{Tag: "latest"}
 		w.servers["m"].traits = traits
 		m := &modelServer{fakeServer: w.servers["m"]}
 		w.gen.Lifecycles["m"] = m

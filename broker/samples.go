@@ -125,12 +125,45 @@ func (b *Broker) look(ctx context.Context, s gpu.Sampler, detail gpu.Detail, fir
 	}
 	b.mu.Lock()
 	for _, d := range sample.Devices {
+		b.noteFree(d, sample.At)
 		if detail == gpu.Full {
 			b.devices[d.UUID] = d
 		}
 	}
 	b.mu.Unlock()
 	b.step(e)
+}
+
+// jitter is by how much free memory may differ from one look to the next and still count as not moving.
+const jitter = 64 * gpu.MiB
+
+// stillness is since when the free memory of a GPU has not moved.
+type stillness struct {
+	free  gpu.Bytes // at the beginning
+	since time.Time
+	last  time.Time // of the latest look
+}
+
+// noteFree takes in a reading of a GPU. It holds mu.
+func (b *Broker) noteFree(d gpu.Device, at time.Time) {
+	s := b.stillness[d.Index]
+	switch moved := d.Free - s.free; {
+	case !d.MemoryKnown || d.Health == gpu.Lost:
+		delete(b.stillness, d.Index)
+		return
+	case s.since.IsZero() || moved > jitter || moved < -jitter:
+		s.free, s.since = d.Free, at
+	}
+	s.last = at
+	b.stillness[d.Index] = s
+}
+
+// still reports for how long the free memory of a GPU has not moved, as far as looks tell; false: it is not known.
+func (b *Broker) still(index int) (time.Duration, bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	s, known := b.stillness[index]
+	return s.last.Sub(s.since), known
 }
 
 // owner is a consumer whose processes can be told from others.

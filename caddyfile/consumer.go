@@ -220,7 +220,7 @@ func (l *lifecycle) httpWords() map[string]word {
 		},
 	}
 	s := newSaid(nil)
-	for word, example := range map[string]string{"model_tag": "latest", "model_name": "NAME"} {
+	for word, example := range map[string]string{"model_tag": "latest", "model_name": "NAME", "model_prefix": "registry.ollama.ai/library/"} {
 		words[word] = func(d *caddyfile.Dispenser) error {
 			l.noteHTTP(d)
 			text, _ := l.http[word].(string)
@@ -229,7 +229,7 @@ func (l *lifecycle) httpWords() map[string]word {
 			return err
 		}
 	}
-	for _, word := range []string{"remember", "require_full_gpu"} {
+	for _, word := range []string{"remember", "require_full_gpu", "load_waits", "model_fold_case"} {
 		words[word] = func(d *caddyfile.Dispenser) error {
 			l.noteHTTP(d)
 			on, _ := l.http[word].(bool)
@@ -237,6 +237,13 @@ func (l *lifecycle) httpWords() map[string]word {
 			l.http[word] = on
 			return err
 		}
+	}
+	words["model_elsewhere"] = func(d *caddyfile.Dispenser) error {
+		l.noteHTTP(d)
+		endings, _ := l.http["model_elsewhere"].([]string)
+		err := list(&endings, "ENDING ...")(d)
+		l.http["model_elsewhere"] = endings
+		return err
 	}
 	words["jobs"] = func(d *caddyfile.Dispenser) error {
 		l.noteHTTP(d)
@@ -248,7 +255,7 @@ func (l *lifecycle) httpWords() map[string]word {
 		l.http["jobs"] = jobs
 		return err
 	}
-	for _, name := range []string{"health", "residency", "load", "unload", "busy"} {
+	for _, name := range []string{"health", "residency", "load", "unload", "busy", "catalog"} {
 		words[name] = func(d *caddyfile.Dispenser) error {
 			l.noteHTTP(d)
 			twice := d.Errf("%s is set twice: leave one of them out", name)

@@ -31,6 +31,8 @@ type lifecycleRoute struct {
 	SizesMiB       string         `json:"sizes_mib,omitempty"`
 	FullSizesBytes string         `json:"full_sizes_bytes,omitempty"`
 	FullSizesMiB   string         `json:"full_sizes_mib,omitempty"`
+	Digests        string         `json:"digests,omitempty"`
+	Loading        string         `json:"loading,omitempty"`
 	Busy           string         `json:"busy,omitempty"`
 	BusyMetrics    []string       `json:"busy_metrics,omitempty"`
 	ForEach        *forEach       `json:"for_each,omitempty"`
@@ -74,6 +76,8 @@ func readRoute(d *caddyfile.Dispenser) (*lifecycleRoute, error) {
 		"sizes_mib":        single(s, &r.SizesMiB, "$.models[*].mib", jsonPath),
 		"full_sizes_bytes": single(s, &r.FullSizesBytes, "$.models[*].size", jsonPath),
 		"full_sizes_mib":   single(s, &r.FullSizesMiB, "$.models[*].mib", jsonPath),
+		"digests":          single(s, &r.Digests, "$.models[*].digest", jsonPath),
+		"loading":          single(s, &r.Loading, "$.loading[*].name", jsonPath),
 		"busy_metrics":     list(&r.BusyMetrics, "NAME ..."),
 		"timeout":          single(s, &r.Timeout, "5s", someDuration),
 		"loaded":           single(s, &r.Loaded, "$.loaded", jsonPath),

@@ -36,6 +36,8 @@ func CheckModelName(name string) error {
 		return fmt.Errorf("a model's name has %d bytes: at most %d are allowed", len(name), MaxModelName)
 	case !utf8.ValidString(name):
 		return fmt.Errorf("model %q: its name is no text", name)
+	case name == "." || name == "..":
+		return fmt.Errorf("a model can't be called %q: in a path that is a folder", name)
 	}
 	for _, r := range name {
 		if unicode.IsSpace(r) || !unicode.IsPrint(r) {

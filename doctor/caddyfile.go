@@ -177,7 +177,7 @@ func (s *Server) rank(m ListedModel) int {
 // held is how much the server says that it holds of a model; 0: nothing, or it does not say.
 func (s *Server) held(model string) gpu.Bytes {
 	for _, m := range s.Report.Models {
-		if lifecycle.Same(m.Name, model, "latest") {
+		if (lifecycle.Names{Tag: "latest"}).Same(m.Name, model) {
 			return max(0, m.Resident)
 		}
 	}

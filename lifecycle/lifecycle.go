@@ -6,7 +6,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -63,6 +62,7 @@ type Report struct {
 // Model is one model that a server says it holds.
 type Model struct {
 	Name     string
+	Digest   string    // of its content: two names with one digest are one model; empty: the server does not say
 	Resident gpu.Bytes // its GPU memory; -1 if the server does not say
 	Size     gpu.Bytes // all its memory, also what is not the GPU's; -1 if the server does not say
 }
@@ -70,25 +70,13 @@ type Model struct {
 // Partly says whether some of the model is not on the GPU, as far as the server says.
 func (m Model) Partly() bool { return m.Resident >= 0 && m.Size > m.Resident }
 
-// Same says whether two names mean the same model to the server, whose names
-// without a tag mean the tag given; an empty tag is none.
-func Same(a, b, tag string) bool { return a == b || untagged(a, tag) == untagged(b, tag) }
-
-// untagged is a name without the tag. It does not allocate: requests by a model's name come here.
-func untagged(name, tag string) string {
-	if before, is := strings.CutSuffix(name, tag); is && tag != "" {
-		if short, is := strings.CutSuffix(before, ":"); is {
-			return short
-		}
-	}
-	return name
-}
-
 // Errors that the scheduler must tell apart. Drivers wrap them.
 var (
 	ErrOutOfMemory = errors.New("out of GPU memory")
 	ErrPartly      = errors.New("only partly on the GPU")
 	ErrRefused     = errors.New("connection refused")
+	// ErrNoModel is the error of a load of a model that the server does not have.
+	ErrNoModel = errors.New("the server has no such model")
 )
 
 // Traits says what a driver can do. They do not change while it lives.
@@ -100,10 +88,11 @@ type Traits struct {
 	Busy      bool // can tell whether it works, whoever asked it to
 
 	// Of one model of several: what can be said of each by its name.
-	Models      bool   // tells which it holds, in Report.Models
-	LoadModel   bool   // can load one
-	UnloadModel bool   // can unload one
-	Tag         string // what a name without a tag means, see Same
+	Models      bool  // tells which it holds, in Report.Models
+	LoadModel   bool  // can load one
+	UnloadModel bool  // can unload one
+	Catalog     bool  // can tell which it could load: then it is a Cataloguer
+	Names       Names // how it compares their names
 
 	// A load that puts only a part onto the GPU has failed: one of the server as a whole, and one of a model.
 	FullGPU, FullGPUModel bool
@@ -115,6 +104,10 @@ type Traits struct {
 type Target struct {
 	// Model is the model's name; empty: the server as a whole.
 	Model string
+	// Digest is the model's, as far as it is known.
+	Digest string
+	// Still reports for how long the free memory of its GPUs has not moved; false: it is not known. nil: it never is.
+	Still func() (time.Duration, bool)
 	// GPUs are those that it is placed on, as far as they are known; for servers that the driver starts.
 	GPUs []Placed
 }
@@ -147,6 +140,14 @@ type Driver interface {
 	// Close frees what Open took, and stops the server if the driver has started it. The broker calls it once; calls of the other
 	// methods may still run then, after a reload that replaced the driver, and must end as they would.
 	Close() error
+}
+
+// Cataloguer is a Driver that can tell which models its server could load, loaded or not.
+type Cataloguer interface {
+	// Catalog asks once. The order is the server's.
+	Catalog(ctx context.Context) ([]Model, error)
+	// Elsewhere reports whether a model of this name may be served though the catalog does not list it.
+	Elsewhere(name string) bool
 }
 
 // Supervisor is a Driver that starts and stops its server.
@@ -255,6 +256,11 @@ func (l *Limits) Unload() time.Duration { return time.Duration(l.unload.Load()) 
 // It only holds and checks configuration; Open makes the running thing.
 type Guest interface {
 	Open(deps Deps) (Driver, error)
+}
+
+// Namer is a Guest that knows how its server compares the names of models.
+type Namer interface {
+	ModelNames() Names
 }
 
 // Fingerprinter is a Guest with placeholders in its configuration. The broker

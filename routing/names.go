@@ -16,6 +16,8 @@ type Named struct {
 	Model    string // empty: the consumer as a whole
 	Aliases  []string
 	Hidden   bool // it is found, but not proposed
+	// Same reports whether two names are one to the server; nil: only equal ones are. It must not allocate.
+	Same func(a, b string) bool
 }
 
 // Found is whom a name means.
@@ -39,7 +41,15 @@ func (n Named) names() []string {
 // Names finds the consumer that a request means. It is made once for a configuration, and safe for use by many requests at once.
 type Names struct {
 	found map[string]Found // by name and alias
+	alike []alike          // names of servers that compare names in a way of their own
 	shown []string         // names and aliases that may be proposed
+}
+
+// alike is a name that other spellings may stand for.
+type alike struct {
+	name string
+	is   Found
+	same func(a, b string) bool
 }
 
 // NewNames makes Names. Its error holds every name that stands for two consumers.
@@ -56,6 +66,9 @@ func NewNames(list []Named) (*Names, error) {
 				continue
 			}
 			n.found[name] = is
+			if c.Same != nil && c.Model != "" {
+				n.alike = append(n.alike, alike{name, is, c.Same})
+			}
 			if !c.Hidden {
 				n.shown = append(n.shown, name)
 			}
@@ -78,20 +91,29 @@ func sameModel(name string) string {
 	return ""
 }
 
-// Lookup finds who is meant by a name: by the name itself first, then by the other that ollama has for it.
+// Lookup finds who is meant by a name: by the name itself first, then by the other that ollama has for it, then by
+// what the servers take for the same.
 func (n *Names) Lookup(name string) (who Found, ok bool) {
 	if who, ok = n.found[name]; !ok {
 		who, ok = n.found[sameModel(name)]
 	}
-	return who, ok
+	if ok || len(name) > MaxName {
+		return who, ok
+	}
+	for i := range n.alike {
+		if a := &n.alike[i]; a.same(a.name, name) {
+			return a.is, true
+		}
+	}
+	return who, false
 }
 
-// Near are up to three names that a name may have been meant to be, the nearest first.
-func (n *Names) Near(name string) (near []string) {
+// Near are up to three names that a name may have been meant to be, the nearest first: of its own, and of others.
+func (n *Names) Near(name string, others ...string) (near []string) {
 	if len(name) > MaxName {
 		return nil
 	}
-	left := slices.Clone(n.shown)
+	left := slices.Concat(n.shown, others)
 	for range 3 {
 		word := config.Nearest(name, left)
 		if word == "" {

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 )
 
@@ -19,10 +20,11 @@ import (
 type ollama struct {
 	l   *life
 	mux *http.ServeMux
+	as  map[*model]string // the name by which a model was loaded last; guarded by Server.mu
 }
 
 func newOllama(l *life) *ollama {
-	o := &ollama{l: l, mux: http.NewServeMux()}
+	o := &ollama{l: l, mux: http.NewServeMux(), as: map[*model]string{}}
 	o.mux.HandleFunc("GET /{$}", o.root)
 	o.mux.HandleFunc("GET /api/version", o.version)
 	o.mux.HandleFunc("GET /api/tags", o.tags)
@@ -67,6 +69,9 @@ func (o *ollama) tags(w http.ResponseWriter, _ *http.Request) {
 	for _, name := range o.names() {
 		tags = append(tags, tag{name, name, time.Unix(1700000000, 0).UTC(), int64(o.l.models[name].size), digest(name)})
 	}
+	for alias, name := range o.l.s.opts.Aliases {
+		tags = append(tags, tag{alias, alias, time.Unix(1700000000, 0).UTC(), int64(o.l.models[name].size), digest(name)})
+	}
 	o.l.s.mu.Unlock()
 	writeJSON(w, http.StatusOK, map[string]any{"models": tags})
 }
@@ -99,8 +104,12 @@ func (o *ollama) ps(w http.ResponseWriter, r *http.Request) {
 		if m.phase == loading && !o.l.s.opts.OnCPU {
 			resident = m.size // its estimate
 		}
+		as := name
+		if o.as[m] != "" {
+			as = o.as[m]
+		}
 		list = append(list, running{
-			Name: name, Model: name, Size: int64(m.size), Digest: digest(name),
+			Name: as, Model: as, Size: int64(m.size), Digest: digest(name),
 			ExpiresAt: m.expires, SizeVRAM: int64(resident), ContextLength: 4096,
 		})
 	}
@@ -165,16 +174,53 @@ func (o *ollama) read(w http.ResponseWriter, r *http.Request) (ask, *model, bool
 		return a, nil, false
 	}
 	o.l.s.mu.Lock()
-	m := o.l.models[a.Model]
-	if m == nil {
-		m = o.l.models[a.Model+":latest"]
-	}
+	m := o.find(a.Model)
 	o.l.s.mu.Unlock()
 	if m == nil {
 		fail(w, r, http.StatusNotFound, fmt.Sprintf("model %q not found, try pulling it first", a.Model))
 		return a, nil, false
 	}
 	return a, m, true
+}
+
+// find is the model of a name in any of its spellings. It is for holders of mu.
+func (o *ollama) find(name string) *model {
+	for has, m := range o.l.models {
+		if fullName(has) == fullName(name) {
+			if m.phase == idle {
+				o.as[m] = has
+			}
+			return m
+		}
+	}
+	for alias, has := range o.l.s.opts.Aliases {
+		if m := o.l.models[has]; m != nil && fullName(alias) == fullName(name) {
+			if m.phase == idle {
+				o.as[m] = alias
+			}
+			return m
+		}
+	}
+	return nil
+}
+
+// fullName is a name with all its parts, registry/namespace/model:tag, in lower case.
+func fullName(name string) string {
+	name = strings.ToLower(name)
+	tag := "latest"
+	if i := strings.LastIndex(name, ":"); i > strings.LastIndex(name, "/") {
+		name, tag = name[:i], name[i+1:]
+	}
+	if _, after, ok := strings.Cut(name, "://"); ok {
+		name = after
+	}
+	switch strings.Count(name, "/") {
+	case 0:
+		name = "registry.ollama.ai/library/" + name
+	case 1:
+		name = "registry.ollama.ai/" + name
+	}
+	return name + ":" + tag
 }
 
 // keepAlive reads keep_alive: seconds, or a duration such as "5m"; negative

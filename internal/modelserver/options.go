@@ -50,6 +50,9 @@ type Options struct {
 	// Models are the models of an ollama, or of another server that has several,
 	// by name, with what each takes. Empty: one model, named as the server, of VRAM.
 	Models map[string]gpu.Bytes
+	// Aliases are other names of Models. An ollama lists them with the digest of their model, and says that the model is loaded by
+	// the name by which it was; the others take them without a word, and list their models only.
+	Aliases map[string]string
 	// Residue is held from the first load until the process ends, as a CUDA
 	// context is. It is part of VRAM while loaded, not added to it.
 	Residue gpu.Bytes

@@ -150,6 +150,9 @@ func (s *shape) find(w http.ResponseWriter, r *http.Request, name string) *model
 	if m := s.l.models[name]; m != nil {
 		return m
 	}
+	if m := s.l.models[s.l.s.opts.Aliases[name]]; m != nil {
+		return m
+	}
 	s.fail(w, r, s.unknown, fmt.Sprintf("model %q not found: there are %s", name, strings.Join(s.names(nil), ", ")))
 	return nil
 }

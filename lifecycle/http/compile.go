@@ -14,14 +14,18 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/placeholders"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
 // plan is a checked configuration with its placeholders read. It does not
 // change, so drivers share it.
 type plan struct {
 	health, residency, load, unload, busy *route
+	catalog                               *route
 	jobs                                  *route // loaded is its "done", values its ID
-	tag                                   string
+	modelNames                            lifecycle.Names
+	elsewhere                             []string
+	loadWaits                             bool
 	model                                 string // of the server as a whole
 	remember                              bool
 	fullGPU                               bool
@@ -30,7 +34,7 @@ type plan struct {
 }
 
 func (p *plan) empty() bool {
-	return p.health == nil && p.residency == nil && p.load == nil && p.unload == nil && p.busy == nil
+	return p.health == nil && p.residency == nil && p.load == nil && p.unload == nil && p.busy == nil && p.catalog == nil
 }
 
 // route is one request, ready to be sent.
@@ -46,6 +50,7 @@ type route struct {
 
 	loaded, resident, busy, values *query // nil if not configured
 	names, sizes, fulls, success   *query
+	digests, loading               *query
 	unit, sizeUnit, fullUnit       gpu.Bytes
 	metrics                        []string
 	unloadedOn                     []int
@@ -82,6 +87,9 @@ func (r *route) wanted() string {
 
 // request makes the HTTP request; item stands for {item}.
 func (r *route) request(upstream string, item any) (*http.Request, error) {
+	if name, _ := item.(string); (name == "." || name == "..") && (r.path.has(modelItem) || r.path.has(listItem)) {
+		return nil, fmt.Errorf("%s: %q can't stand in a path: it would mean a folder", r.name, name)
+	}
 	u, err := url.Parse("http://" + upstream + r.path.render(item))
 	if err != nil {
 		// url.Parse quotes what it was given, which may hold a secret.
@@ -122,10 +130,19 @@ func compile(l *Lifecycle) (*plan, error) {
 		unload:    c.route("unload", l.Unload, http.MethodPost),
 		busy:      c.route("busy", l.Busy, http.MethodGet),
 		jobs:      c.jobs(l.Jobs),
-		tag:       l.ModelTag,
+		catalog:   c.route("catalog", l.Catalog, http.MethodGet),
+		loadWaits: l.LoadWaits,
 		model:     l.ModelName,
 		remember:  l.Remember,
 		fullGPU:   l.RequireFullGPU,
+	}
+	p.modelNames = lifecycle.Names{Fold: l.ModelFoldCase, Prefix: l.ModelPrefix, Tag: l.ModelTag}
+	p.elsewhere = l.ModelElsewhere
+	if l.ModelPrefix != "" && (!strings.HasSuffix(l.ModelPrefix, "/") || strings.HasPrefix(l.ModelPrefix, "/")) {
+		c.fault("model_prefix %q must end with a slash, and not begin with one, as in registry.ollama.ai/library/", l.ModelPrefix)
+	}
+	if l.LoadWaits && l.Load == nil {
+		c.fault("load_waits needs load: there is no route that could wait")
 	}
 	if l.Remember && (l.Load == nil || l.Unload == nil) {
 		c.fault("remember needs load and unload: there is nothing to be remembered without")
@@ -315,6 +332,7 @@ var openHeaders = []string{"Content-Type", "Accept", "User-Agent", "Host"}
 // queries reads what a route says about its answer.
 func (c *compiler) queries(kind string, r *route, in *Route) {
 	probe := kind == "health" || kind == "residency"
+	const listing = "health, residency and catalog"
 	for _, f := range []struct {
 		field, expression string
 		allowed           bool
@@ -325,7 +343,9 @@ func (c *compiler) queries(kind string, r *route, in *Route) {
 		{"loaded", in.Loaded, probe, "health and residency", &r.loaded, 0},
 		{"resident_mib", in.ResidentMiB, probe, "health and residency", &r.resident, gpu.MiB},
 		{"resident_bytes", in.ResidentBytes, probe, "health and residency", &r.resident, 1},
-		{"names", in.Names, probe, "health and residency", &r.names, 0},
+		{"names", in.Names, probe || kind == "catalog", listing, &r.names, 0},
+		{"digests", in.Digests, probe || kind == "catalog", listing, &r.digests, 0},
+		{"loading", in.Loading, probe, "health and residency", &r.loading, 0},
 		{"sizes_mib", in.SizesMiB, probe, "health and residency", &r.sizes, gpu.MiB},
 		{"sizes_bytes", in.SizesBytes, probe, "health and residency", &r.sizes, 1},
 		{"full_sizes_mib", in.FullSizesMiB, probe, "health and residency", &r.fulls, gpu.MiB},
@@ -364,6 +384,12 @@ func (c *compiler) queries(kind string, r *route, in *Route) {
 	}
 	if r.sizes != nil && r.names == nil {
 		c.fault("%s: sizes without names: give the JSONPath to the names of these models as well", kind)
+	}
+	if (r.digests != nil || r.loading != nil) && r.names == nil {
+		c.fault("%s: digests or loading without names: give the JSONPath to the names of the models as well", kind)
+	}
+	if kind == "catalog" && in.Names == "" {
+		c.fault("catalog: names is missing: give the JSONPath to the names of all models, such as $.models[*].name")
 	}
 	if kind == "residency" && in.Loaded == "" && in.Names == "" {
 		c.fault("residency: loaded is missing: give the JSONPath that tells whether the model is on the GPU, such as $.loaded, or names with that to the names of those that are")

@@ -92,7 +92,8 @@ func (d *driver) Traits() lifecycle.Traits {
 		Models:      d.tells != nil && d.tells.names != nil,
 		LoadModel:   load != nil && load.named,
 		UnloadModel: unload != nil && (unload.named || unload.forEach != nil),
-		Tag:         d.plan.tag,
+		Catalog:     d.plan.catalog != nil,
+		Names:       d.plan.modelNames,
 
 		FullGPU:      d.plan.fullGPU && d.plan.whole(load),
 		FullGPUModel: d.plan.fullGPU && load.named,
@@ -108,10 +109,16 @@ func (d *driver) Close() error {
 // unless their routes have their own. Health decides the outcome; a residency
 // route that fails leaves residency unknown, unless nothing listens any more.
 func (d *driver) Probe(ctx context.Context) lifecycle.Report {
-	report := lifecycle.Report{Resident: -1}
+	report, _ := d.probe(ctx)
+	return report
+}
+
+// probe is Probe. It also returns the models that are still being loaded.
+func (d *driver) probe(ctx context.Context) (report lifecycle.Report, loading []string) {
+	report = lifecycle.Report{Resident: -1}
 	if d.deps.Upstream == "" {
 		report.Detail = "the consumer has no upstream: nothing is probed"
-		return report
+		return report, nil
 	}
 	end := time.Now().Add(d.deps.Limits.Probe())
 	said, err := d.health(ctx, end)
@@ -120,14 +127,14 @@ func (d *driver) Probe(ctx context.Context) lifecycle.Report {
 		if report.Outcome == lifecycle.Refused {
 			d.last.forget() // it starts loaded
 		}
-		return report
+		return report, nil
 	}
 	report.Loaded, report.Resident, report.Models, report.Detail = said.loaded, said.resident, said.models, said.detail
 	if d.plan.remember && d.tells == nil {
 		report.Loaded = lifecycle.TriOf(!d.last.unloaded())
 	}
 	if d.tells == nil || d.tells == d.plan.health {
-		return report
+		return report, said.loading
 	}
 	now, err := d.residency(ctx, end)
 	if err != nil {
@@ -135,13 +142,13 @@ func (d *driver) Probe(ctx context.Context) lifecycle.Report {
 		if outcomeOf(err) == lifecycle.Refused {
 			report.Outcome = lifecycle.Refused
 		}
-		return report
+		return report, nil
 	}
 	report.Loaded, report.Models, report.Detail = now.loaded, now.models, now.detail
 	if d.tells.resident != nil || d.tells.sizes != nil {
 		report.Resident = now.resident
 	}
-	return report
+	return report, now.loading
 }
 
 // said is what an answer says about residency.
@@ -149,23 +156,24 @@ type said struct {
 	loaded   lifecycle.Tri
 	resident gpu.Bytes // -1: it does not say
 	models   []lifecycle.Model
-	detail   string // what it lacks
+	loading  []string // models that are still being loaded
+	detail   string   // what it lacks
 }
 
 // of is what an answer says of a target.
-func (s *said) of(t lifecycle.Target, tag string) lifecycle.Tri {
-	if t.Model == "" {
+func (d *driver) of(s said, t lifecycle.Target) lifecycle.Tri {
+	switch {
+	case t.Model == "":
 		return s.loaded
-	}
-	if s.models == nil {
+	case s.models == nil:
 		return lifecycle.Unknown
 	}
-	for _, m := range s.models {
-		if lifecycle.Same(m.Name, t.Model, tag) {
-			return lifecycle.Yes
-		}
-	}
-	return lifecycle.No
+	return lifecycle.TriOf(slices.ContainsFunc(s.models, func(m lifecycle.Model) bool { return d.same(m, t) }))
+}
+
+// same reports whether a model that the server lists is the target.
+func (d *driver) same(m lifecycle.Model, t lifecycle.Target) bool {
+	return d.plan.modelNames.Same(m.Name, t.Model) || t.Digest != "" && m.Digest == t.Digest
 }
 
 func (d *driver) health(ctx context.Context, end time.Time) (said, error) {
@@ -203,10 +211,11 @@ func (d *driver) questioned(ctx context.Context, r *route, end time.Time) (said,
 		return out, nil
 	}
 	if r.names != nil {
-		if out.models, err = r.listModels(ctx, answer); err != nil {
+		if out.models, err = r.listModels(ctx, answer, maxModels); err != nil {
 			out.detail = fmt.Sprintf("%s: %v", r.name, err)
 		} else {
 			out.loaded, out.resident = lifecycle.TriOf(len(out.models) > 0), sumOf(out.models)
+			out.loading = r.listLoading(ctx, answer)
 		}
 	}
 	if r.loaded != nil {
@@ -228,8 +237,8 @@ func (d *driver) questioned(ctx context.Context, r *route, end time.Time) (said,
 	return out, nil
 }
 
-// listModels reads the models that an answer lists. A list that is missing is an error: it does not say.
-func (r *route) listModels(ctx context.Context, answer any) ([]lifecycle.Model, error) {
+// listModels reads the models that an answer lists, at most so many. A list that is missing is an error: it does not say.
+func (r *route) listModels(ctx context.Context, answer any, most int) ([]lifecycle.Model, error) {
 	value, err := r.names.findList(ctx, answer)
 	if err != nil {
 		return nil, err
@@ -238,15 +247,18 @@ func (r *route) listModels(ctx context.Context, answer any) ([]lifecycle.Model, 
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", r.names.expression, err)
 	}
-	sizes, fulls := r.sizes.beside(ctx, answer, len(names)), r.fulls.beside(ctx, answer, len(names))
-	models := make([]lifecycle.Model, 0, min(len(names), maxModels))
-	for i, name := range names[:min(len(names), maxModels)] {
+	sizes, fulls, digests := r.sizes.beside(ctx, answer, len(names)), r.fulls.beside(ctx, answer, len(names)), r.digests.beside(ctx, answer, len(names))
+	models := make([]lifecycle.Model, 0, min(len(names), most))
+	for i, name := range names[:min(len(names), most)] {
 		m := lifecycle.Model{Name: plain(name), Resident: -1, Size: -1}
 		if sizes != nil {
 			m.Resident = amount(sizes[i], r.sizeUnit)
 		}
 		if fulls != nil {
 			m.Size = amount(fulls[i], r.fullUnit)
+		}
+		if digests != nil {
+			m.Digest, _ = digests[i].(string)
 		}
 		if m.Name != "" {
 			models = append(models, m)
@@ -302,36 +314,42 @@ func (d *driver) Load(ctx context.Context, t lifecycle.Target) error {
 	if r != nil && (t.Model == "" && !d.plan.whole(r) || t.Model != "" && !r.named) {
 		r = nil // it is for what is not meant
 	}
-	if r != nil && !(d.plan.remember && !d.last.unloaded()) {
-		body, err := d.call(ctx, r, d.plan.item(t))
-		if saysOutOfMemory(body) {
-			text := fmt.Sprintf("%s answered: %s", r.name, d.plan.secrets.excerpt(body))
-			if err != nil {
-				text = err.Error()
-			}
-			return d.wrap("load", &failure{outcome: lifecycle.Wrong, text: text, cause: lifecycle.ErrOutOfMemory})
-		}
-		if err != nil {
+	called := r != nil && !(d.plan.remember && !d.last.unloaded())
+	if called {
+		if err := d.callLoad(ctx, r, t); err != nil {
 			return d.wrap("load", err)
 		}
-		d.last.forget()
-		d.deps.Logger.Debug("load route answered", zap.String("consumer", d.deps.Consumer))
 	}
 	needsLoaded := r != nil && d.tells != nil && (t.Model == "" || d.tells.names != nil)
 	var last lifecycle.Report
+	var nothing error
 	seen := false
+	came := outcome{waits: d.plan.loadWaits, model: t.Model != "", still: t.Still}
 	err := poll(ctx, func() bool {
-		report := d.Probe(ctx)
+		report, loading := d.probe(ctx)
 		if ctx.Err() != nil && seen {
 			return false // cut off by the end of the wait: the one before tells more
 		}
 		if t.Model != "" {
-			report.Loaded = (&said{models: report.Models}).of(t, d.plan.tag)
+			report.Loaded = d.of(said{models: report.Models}, t)
 		}
 		last, seen = report, true
-		return last.Outcome == lifecycle.Answered && (!needsLoaded || last.Loaded == lifecycle.Yes)
+		if last.Outcome == lifecycle.Answered && (!needsLoaded || last.Loaded == lifecycle.Yes) {
+			return true
+		}
+		absent := called && last.Outcome == lifecycle.Answered && last.Loaded == lifecycle.No && !d.lists(loading, t.Model)
+		if absent && came.since.IsZero() && t.Model != "" && t.Digest == "" { // it may be listed by another of its names
+			t.Digest = d.digest(ctx, t.Model)
+		}
+		if came.toNothing(time.Now(), absent, last.Models) {
+			nothing = d.cameToNothing(t, last.Models)
+		}
+		return nothing != nil
 	})
-	if err != nil {
+	switch {
+	case nothing != nil:
+		return d.wrap("load", nothing)
+	case err != nil:
 		return d.wrap("load", notReady(last, err))
 	}
 	if needsLoaded && d.plan.fullGPU {
@@ -340,10 +358,32 @@ func (d *driver) Load(ctx context.Context, t lifecycle.Target) error {
 	return nil
 }
 
+// callLoad calls the load route for a target.
+func (d *driver) callLoad(ctx context.Context, r *route, t lifecycle.Target) error {
+	body, err := d.call(ctx, r, d.plan.item(t))
+	if saysOutOfMemory(body) {
+		text := fmt.Sprintf("%s answered: %s", r.name, d.plan.secrets.excerpt(body))
+		if err != nil {
+			text = err.Error()
+		}
+		return &failure{outcome: lifecycle.Wrong, text: text, cause: lifecycle.ErrOutOfMemory}
+	}
+	var f *failure
+	if errors.As(err, &f) && f.status == http.StatusNotFound && t.Model != "" {
+		f.cause = lifecycle.ErrNoModel
+	}
+	if err != nil {
+		return err
+	}
+	d.last.forget()
+	d.deps.Logger.Debug("load route answered", zap.String("consumer", d.deps.Consumer))
+	return nil
+}
+
 // wholly unloads again what has come only partly onto the GPU, which is an error.
 func (d *driver) wholly(ctx context.Context, t lifecycle.Target, loaded []lifecycle.Model) error {
 	for _, m := range loaded {
-		if !m.Partly() || t.Model != "" && !lifecycle.Same(m.Name, t.Model, d.plan.tag) {
+		if !m.Partly() || t.Model != "" && !d.same(m, t) {
 			continue
 		}
 		text := fmt.Sprintf("only %s of the %s of %s came onto the GPU, and require_full_gpu is set", m.Resident, m.Size, m.Name)

@@ -43,6 +43,19 @@ type Lifecycle struct {
 	Busy *Route `json:"busy,omitempty"`
 	// Jobs that its answers name and that go on after them, for a server that does not list them.
 	Jobs *JobRoute `json:"jobs,omitempty"`
+	// Lists the models that the server could load, loaded or not; needs `names`. A model that the configuration does not name is looked up
+	// there first, so that a wrong name unloads nothing. Default: none; then the server is asked to load whatever is asked for.
+	Catalog *Route `json:"catalog,omitempty"`
+	// The load route answers only once the model is loaded. A load that it has accepted, and after which the server twice
+	// lists other models only, then fails at once; without it, not before the list and the free memory have stood still for 10 s.
+	LoadWaits bool `json:"load_waits,omitempty"`
+	// The server ignores case in models' names.
+	ModelFoldCase bool `json:"model_fold_case,omitempty"`
+	// What a model's name without a registry or namespace means to the server: with `registry.ollama.ai/library/`, `llama3` and
+	// `registry.ollama.ai/library/llama3` are the same. It ends with a slash. Default: none.
+	ModelPrefix string `json:"model_prefix,omitempty"`
+	// Endings of names of models that the server may serve from elsewhere though its catalog does not list them, such as `-cloud`. Default: none.
+	ModelElsewhere []string `json:"model_elsewhere,omitempty"`
 	// What a model's name without a tag means to the server: with `latest`, `llama3` and `llama3:latest` are the same. Default: none.
 	ModelTag string `json:"model_tag,omitempty"`
 	// What `{model}` stands for where the server as a whole is meant: the name of its one model, for a server that must be told. Default: none; then
@@ -101,7 +114,7 @@ type Route struct {
 	Success string `json:"success,omitempty"`
 	// Health and residency: statuses, beside those accepted, that mean: nothing is loaded.
 	UnloadedOn []int `json:"unloaded_on,omitempty"`
-	// How long the answer may take. Default: `probe_timeout` for health, residency, busy and for_each, what is
+	// How long the answer may take. Default: `probe_timeout` for health, residency, catalog, busy and for_each, what is
 	// left of `load_timeout` or `unload_timeout` for load and unload.
 	Timeout caddy.Duration `json:"timeout,omitempty"`
 
@@ -111,7 +124,7 @@ type Route struct {
 	ResidentMiB string `json:"resident_mib,omitempty"`
 	// Health and residency: how much GPU memory it holds, in bytes; an array is summed.
 	ResidentBytes string `json:"resident_bytes,omitempty"`
-	// Health and residency: the names of the models that are on the GPU, `$.models[*].name` for example.
+	// Health and residency: the names of the models that are on the GPU, `$.models[*].name` for example. Catalog: of all that there are.
 	Names string `json:"names,omitempty"`
 	// Health and residency: how much GPU memory each of these models holds, in the same order: in bytes, or in MiB.
 	SizesBytes string `json:"sizes_bytes,omitempty"`
@@ -119,6 +132,10 @@ type Route struct {
 	// Health and residency: how large each of these models is, what is not on the GPU included, for `require_full_gpu`: in bytes, or in MiB.
 	FullSizesBytes string `json:"full_sizes_bytes,omitempty"`
 	FullSizesMiB   string `json:"full_sizes_mib,omitempty"`
+	// Health, residency and catalog: the digest of each of these models, in the same order. Two names with one digest are one model.
+	Digests string `json:"digests,omitempty"`
+	// Health and residency: the names of the models that are still being loaded. Their load is not given up early.
+	Loading string `json:"loading,omitempty"`
 	// Busy: does it work?
 	Busy string `json:"busy,omitempty"`
 	// Busy: the answer is in Prometheus' text form, and the server works if any of these metrics is above 0.
@@ -177,6 +194,9 @@ func (l *Lifecycle) Open(deps lifecycle.Deps) (lifecycle.Driver, error) {
 	return newDriver(l.plan, deps.WithDefaults()), nil
 }
 
+// ModelNames returns how the server compares the names of models.
+func (l *Lifecycle) ModelNames() lifecycle.Names { return l.plan.modelNames }
+
 // Fingerprint differs where the values of the placeholders do.
 func (l *Lifecycle) Fingerprint() string { return l.plan.fingerprint }
 
@@ -191,4 +211,5 @@ var (
 	_ caddy.Provisioner       = (*Lifecycle)(nil)
 	_ lifecycle.Guest         = (*Lifecycle)(nil)
 	_ lifecycle.Fingerprinter = (*Lifecycle)(nil)
+	_ lifecycle.Namer         = (*Lifecycle)(nil)
 )

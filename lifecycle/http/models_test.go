@@ -29,7 +29,7 @@ func TestModelsAreListedLoadedAndUnloadedByTheirNames(t *testing.T) {
 	})
 	f.handle("POST /unload", func(http.ResponseWriter, *http.Request) { loaded.Store(`{"models":[{"name":"a:latest","mib":100}]}`) })
 	d := open(t, library, f.addr)
-	require.Equal(t, lifecycle.Traits{Health: true, Residency: true, Models: true, LoadModel: true, UnloadModel: true, Tag: "latest"}, d.Traits())
+	require.Equal(t, lifecycle.Traits{Health: true, Residency: true, Models: true, LoadModel: true, UnloadModel: true, Names: lifecycle.Names{Tag: "latest"}}, d.Traits())
 	r := d.Probe(t.Context())
 	require.Equal(t, []lifecycle.Model{{Name: "a:latest", Resident: 100 * gpu.MiB, Size: -1}}, r.Models)
 	require.Equal(t, lifecycle.Yes, r.Loaded)

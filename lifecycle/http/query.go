@@ -46,8 +46,14 @@ var rootPath = regexp.MustCompile(`^\$(\.\w+)+$`)
 // findList is find for a list: one that is missing is an error, where find would take a path with a wildcard for one that is empty.
 func (q *query) findList(ctx context.Context, answer any) (any, error) {
 	if q.root != nil {
-		if _, err := q.root(ctx, answer); err != nil {
+		root, err := q.root(ctx, answer)
+		if err != nil {
 			return nil, fmt.Errorf("the answer has no %s", q.expression)
+		}
+		switch root.(type) {
+		case nil, []any, map[string]any:
+		default: // a wildcard makes an empty list of it
+			return nil, fmt.Errorf("the answer has no list at %s", q.expression)
 		}
 	}
 	return q.find(ctx, answer)

@@ -64,7 +64,7 @@ func (d *driver) confirm(ctx context.Context, t lifecycle.Target) (bool, error) 
 	confirmed := false
 	err := poll(ctx, func() bool {
 		now, err := d.residency(ctx, time.Now().Add(d.deps.Limits.Probe()))
-		now.loaded = now.of(t, d.plan.tag)
+		now.loaded = d.of(now, t)
 		if ctx.Err() != nil && err != nil {
 			if lastErr == nil && last.loaded == lifecycle.Unknown {
 				lastErr = err

@@ -48,6 +48,10 @@ func (p *Preset) Explain() ([]Row, error) {
 	add("set", a.Set...)
 	add("health", inWords(l.Health, http.MethodGet, "its port takes a connection"))
 	add("residency", p.residency(&l))
+	if l.Catalog != nil {
+		add("has", inWords(l.Catalog, http.MethodGet, "")+", its models at `"+l.Catalog.Names+"`")
+	}
+	add("compares names", comparison(&l))
 	add("load", p.load(&l))
 	add("unload", p.unload(&l))
 	add("busy", busy(&l))
@@ -118,18 +122,43 @@ func (p *Preset) residency(l *httplife.Lifecycle) string {
 	if r.FullSizesBytes != "" {
 		text += ", with what is not on the GPU at `" + r.FullSizesBytes + "`"
 	}
+	if r.Digests != "" {
+		text += ", their digests at `" + r.Digests + "`"
+	}
+	if r.Loading != "" {
+		text += ", those being loaded at `" + r.Loading + "`"
+	}
 	for _, status := range r.UnloadedOn {
 		text += fmt.Sprintf("; %d means that nothing is loaded", status)
 	}
 	return text
 }
 
+// comparison says how the server compares models' names; empty: byte by byte.
+func comparison(l *httplife.Lifecycle) string {
+	var ways []string
+	if l.ModelFoldCase {
+		ways = append(ways, "without their case")
+	}
+	if l.ModelPrefix != "" {
+		ways = append(ways, "with `"+l.ModelPrefix+"` in front of those without a registry or namespace")
+	}
+	if l.ModelTag != "" {
+		ways = append(ways, "with `:"+l.ModelTag+"` after those without a tag")
+	}
+	return strings.Join(ways, ", ")
+}
+
 func (p *Preset) load(l *httplife.Lifecycle) string {
+	waits := ""
+	if l.LoadWaits {
+		waits = ", which answers once it is loaded"
+	}
 	switch {
 	case l.Load != nil && p.About.NeedsProcess:
-		return "the start of its process, then " + inWords(l.Load, http.MethodPost, "")
+		return "the start of its process, then " + inWords(l.Load, http.MethodPost, "") + waits
 	case l.Load != nil:
-		return inWords(l.Load, http.MethodPost, "")
+		return inWords(l.Load, http.MethodPost, "") + waits
 	case p.About.NeedsProcess:
 		return "the start of its process"
 	default:

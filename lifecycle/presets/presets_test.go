@@ -237,7 +237,8 @@ func TestOllamaIsProbedAndUnloadedModelByModel(t *testing.T) {
 	assert.False(t, consumer.VRAMManaged)
 
 	d := open(t, guest, &ollama{loaded: map[string]int{"llama3:8b": -1, "hf.co/a/b:Q4": -1}})
-	assert.Equal(t, lifecycle.Traits{Unload: true, Health: true, Residency: true, Models: true, LoadModel: true, UnloadModel: true, Tag: "latest"}, d.Traits())
+	assert.Equal(t, lifecycle.Traits{Unload: true, Health: true, Residency: true, Models: true, LoadModel: true, UnloadModel: true, Catalog: true,
+		Names: lifecycle.Names{Fold: true, Prefix: "registry.ollama.ai/library/", Tag: "latest"}}, d.Traits())
 	report := d.Probe(t.Context())
 	assert.ElementsMatch(t, []lifecycle.Model{{Name: "llama3:8b", Resident: 2 * gpu.GiB, Size: 3 * gpu.GiB}, {Name: "hf.co/a/b:Q4", Resident: 2 * gpu.GiB, Size: 3 * gpu.GiB}}, report.Models)
 	report.Models = nil

@@ -143,6 +143,9 @@ func (l *Lifecycle) Fingerprint() string {
 	return l.plan.fingerprint + supervise.Fingerprint(l.routes)
 }
 
+// ModelNames returns how the server compares the names of models.
+func (l *Lifecycle) ModelNames() lifecycle.Names { return supervise.ModelNames(l.routes) }
+
 // String names the lifecycle and keeps its command, which may hold secrets, to itself.
 func (l *Lifecycle) String() string { return "lifecycle process" }
 

@@ -160,6 +160,31 @@ func (d *driver) Busy(ctx context.Context, t lifecycle.Target) (bool, error) {
 	return r.routes.Busy(ctx, t)
 }
 
+// Catalog asks the server, while it runs, which models it could load.
+func (d *driver) Catalog(ctx context.Context) ([]lifecycle.Model, error) {
+	r, err := d.look(ctx)
+	if err == nil && r == nil {
+		err = errors.New("it does not run")
+	}
+	if err != nil {
+		return nil, d.wrap("catalog", err)
+	}
+	c, ok := r.routes.(lifecycle.Cataloguer)
+	if !ok {
+		return nil, d.wrap("catalog", errors.New("its lifecycle has no catalog"))
+	}
+	return c.Catalog(ctx)
+}
+
+// Elsewhere reports whether a model of this name may be served though the catalog does not list it.
+func (d *driver) Elsewhere(name string) bool {
+	d.mu.Lock()
+	speaker := d.speaker
+	d.mu.Unlock()
+	c, ok := speaker.(lifecycle.Cataloguer)
+	return ok && c.Elsewhere(name)
+}
+
 // Track follows a job that the server's answer names.
 func (d *driver) Track(body []byte) bool {
 	d.mu.Lock()

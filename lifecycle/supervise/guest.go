@@ -63,3 +63,11 @@ func Fingerprint(routes lifecycle.Guest) string {
 	}
 	return ""
 }
+
+// ModelNames is that of the routes.
+func ModelNames(routes lifecycle.Guest) lifecycle.Names {
+	if n, ok := routes.(lifecycle.Namer); ok {
+		return n.ModelNames()
+	}
+	return lifecycle.Names{}
+}

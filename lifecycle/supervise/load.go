@@ -184,7 +184,7 @@ func (d *driver) holds(report lifecycle.Report, t lifecycle.Target) bool {
 		return d.routes.Residency && report.Loaded == lifecycle.Yes
 	}
 	for _, m := range report.Models {
-		if lifecycle.Same(m.Name, t.Model, d.routes.Tag) {
+		if d.routes.Names.Same(m.Name, t.Model) || t.Digest != "" && m.Digest == t.Digest {
 			return true
 		}
 	}

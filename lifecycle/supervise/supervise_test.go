@@ -30,7 +30,7 @@ func TestTraitsAreTheMeansAndTheRoutes(t *testing.T) {
 	require.Equal(t, lifecycle.Traits{Load: true, Unload: true, Health: true, Residency: true, Starts: true}, d.Traits())
 	d, _ = open(t, newServer(t), models)
 	require.Equal(t, lifecycle.Traits{Load: true, Unload: true, Health: true, Residency: true, Starts: true,
-		Models: true, LoadModel: true, UnloadModel: true, Tag: "latest"}, d.Traits())
+		Models: true, LoadModel: true, UnloadModel: true, Names: lifecycle.Names{Tag: "latest"}}, d.Traits())
 	d, _ = open(t, newServer(t), voice)
 	require.True(t, d.Traits().Busy)
 }

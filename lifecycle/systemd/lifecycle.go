@@ -143,6 +143,9 @@ func (l *Lifecycle) Fingerprint() string {
 	return l.values.Fingerprint() + supervise.Fingerprint(l.routes)
 }
 
+// ModelNames returns how the server compares the names of models.
+func (l *Lifecycle) ModelNames() lifecycle.Names { return supervise.ModelNames(l.routes) }
+
 // Interface guards.
 var (
 	_ caddy.Provisioner       = (*Lifecycle)(nil)

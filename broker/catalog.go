@@ -1,0 +1,217 @@
+package broker
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+)
+
+const (
+	// catalogRest is the least time between two questions for the catalog of one server, answered or not.
+	catalogRest = 3 * time.Second
+	// missingFor is how long a model counts as missing after its server has answered a load with 404.
+	missingFor = 5 * time.Minute
+	// maxMissing bounds the missing models of one consumer; above it the one that is forgotten first makes way.
+	maxMissing = 256
+)
+
+// catalog is what a server has said of the models that it could load. The broker's mutex guards it.
+type catalog struct {
+	at      time.Time                  // of the latest answer, a failure too; zero: none yet
+	told    bool                       // … which was none
+	models  []lifecycle.Model          // in the server's order
+	byKey   map[string]lifecycle.Model // by lifecycle.Names.Key
+	missing map[string]time.Time       // by key: models that the server does not have, until then
+	asking  chan struct{}              // closed once the question under way is over; nil: none is
+}
+
+// Offer is what is known of a model that the configuration does not name.
+type Offer struct {
+	// Known reports whether its server has it; Unknown: that can't be told.
+	Known lifecycle.Tri
+	// As is the model's name at the consumer; empty unless Known is Yes.
+	As string
+	// Listed are the names that the server lists; unset unless Known is No.
+	Listed []string
+}
+
+// Offer reports whether the server of a consumer has a model. It asks the server if what it said last is out of date, and waits
+// for at most one answer. A model that is loaded, or was asked for before, is never asked about.
+func (b *Broker) Offer(ctx context.Context, consumer, model string) Offer {
+	offer, stale := b.offered(consumer, model)
+	if !stale {
+		return offer
+	}
+	if !b.refresh(ctx, consumer) {
+		return Offer{}
+	}
+	offer, _ = b.offered(consumer, model)
+	return offer
+}
+
+// offered is Offer as far as is known without asking. stale reports that asking would tell more.
+func (b *Broker) offered(consumer, model string) (_ Offer, stale bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.consumers[consumer]
+	if c == nil {
+		return Offer{}, false
+	}
+	c = c.real()
+	if sl := c.known(model); sl != nil && !(sl.adopted && c.misses(time.Now(), model)) {
+		return Offer{Known: lifecycle.Yes, As: sl.model}, false
+	}
+	cat := &c.catalog
+	if cat.told {
+		if m, ok := cat.byKey[c.traits.Names.Key(model)]; ok {
+			if sl := c.holds(m); sl != nil { // by its digest
+				return Offer{Known: lifecycle.Yes, As: sl.model}, false
+			}
+			return Offer{Known: lifecycle.Yes, As: m.Name}, false
+		}
+	}
+	if c.misses(time.Now(), model) {
+		return Offer{Known: lifecycle.No}, false
+	}
+	asker, can := c.driver.(lifecycle.Cataloguer)
+	switch {
+	case !c.traits.Catalog || !can || asker.Elsewhere(model):
+		return Offer{}, false
+	case time.Since(cat.at) >= catalogRest:
+		return Offer{}, true
+	case !cat.told:
+		return Offer{}, false
+	}
+	offer := Offer{Known: lifecycle.No}
+	for _, m := range cat.models {
+		offer.Listed = append(offer.Listed, m.Name)
+	}
+	return offer, false
+}
+
+// Catalog returns the models that the server of a consumer could load, as it said at most a few seconds ago; nil: it does not say.
+func (b *Broker) Catalog(ctx context.Context, consumer string) []lifecycle.Model {
+	b.refresh(ctx, consumer)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.consumers[consumer]
+	if c == nil || !c.real().catalog.told {
+		return nil
+	}
+	return slices.Clone(c.real().catalog.models)
+}
+
+// refresh asks a server for its catalog unless that was done a moment ago. One question is under way at a time, whoever waits
+// for it. It returns once that is answered; false: ctx ended before, or there is nobody to be asked.
+func (b *Broker) refresh(ctx context.Context, consumer string) bool {
+	b.mu.Lock()
+	c := b.consumers[consumer]
+	if c == nil || b.closed {
+		b.mu.Unlock()
+		return false
+	}
+	c = c.real()
+	asker, can := c.driver.(lifecycle.Cataloguer)
+	if !can || !c.traits.Catalog {
+		b.mu.Unlock()
+		return false
+	}
+	if c.catalog.asking == nil && time.Since(c.catalog.at) < catalogRest {
+		b.mu.Unlock()
+		return true
+	}
+	answered := c.catalog.asking
+	if answered == nil {
+		answered = make(chan struct{})
+		c.catalog.asking = answered
+		b.tasks.Go(func() { b.askCatalog(c, asker, c.probeTimeout, answered) })
+	}
+	b.mu.Unlock()
+	select {
+	case <-answered:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// askCatalog asks once, and closes answered. The question does not end with the request that made it: others wait for it.
+func (b *Broker) askCatalog(c *consumer, asker lifecycle.Cataloguer, timeout time.Duration, answered chan struct{}) {
+	ctx, cancel := context.WithTimeout(b.ctx, timeout)
+	defer cancel()
+	models, err := asker.Catalog(ctx)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	defer close(answered)
+	if c.catalog.asking != answered { // its driver was replaced meanwhile
+		return
+	}
+	c.catalog.asking, c.catalog.at, c.catalog.told = nil, time.Now(), err == nil
+	if err != nil {
+		return
+	}
+	c.catalog.models = slices.DeleteFunc(models, func(m lifecycle.Model) bool { return config.CheckModelName(m.Name) != nil })
+	c.catalog.byKey = make(map[string]lifecycle.Model, len(c.catalog.models))
+	for _, m := range c.catalog.models {
+		key := c.traits.Names.Key(m.Name)
+		c.catalog.byKey[key] = m
+		delete(c.catalog.missing, key) // it has come meanwhile
+	}
+}
+
+// misses reports whether the server has said lately that it does not have a model. It holds mu.
+func (c *consumer) misses(now time.Time, model string) bool {
+	return len(c.catalog.missing) > 0 && now.Before(c.catalog.missing[c.traits.Names.Key(model)])
+}
+
+// miss notes that the server does not have a model. It holds mu.
+func (c *consumer) miss(now time.Time, model string) {
+	missing := c.catalog.missing
+	if missing == nil {
+		missing = map[string]time.Time{}
+		c.catalog.missing = missing
+	}
+	key := c.traits.Names.Key(model)
+	if _, known := missing[key]; !known && len(missing) >= maxMissing {
+		first := ""
+		for other, until := range missing {
+			if first == "" || until.Before(missing[first]) {
+				first = other
+			}
+		}
+		delete(missing, first)
+	}
+	missing[key] = now.Add(missingFor)
+}
+
+// digestOf returns the digest of a model as the catalog has it; empty: it is not known. It holds mu.
+func (c *consumer) digestOf(model string) string {
+	if len(c.catalog.byKey) == 0 || model == "" {
+		return ""
+	}
+	return c.catalog.byKey[c.traits.Names.Key(model)].Digest
+}
+
+// holds returns the slot of a model that the server lists, by any of its names or by its digest; nil: it has none. It holds mu.
+func (c *consumer) holds(m lifecycle.Model) *slot {
+	if sl := c.known(m.Name); sl != nil || m.Digest == "" {
+		return sl
+	}
+	i := slices.IndexFunc(c.slots, func(sl *slot) bool { return c.digestOf(sl.model) == m.Digest })
+	if i < 0 {
+		return nil
+	}
+	return c.slots[i]
+}
+
+// strange reports whether a server lists a model as loaded that only its catalog can tell to be one of ours. It takes mu.
+func (b *Broker) strange(consumer string, loaded []lifecycle.Model) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.withServer(consumer)
+	return c != nil && c.traits.Catalog && c.cfg.HasModels() &&
+		slices.ContainsFunc(loaded, func(m lifecycle.Model) bool { return m.Digest != "" && c.holds(m) == nil })
+}

@@ -1,0 +1,78 @@
+package lifecycle
+
+import "strings"
+
+// Names is how a server compares the names of models. The zero value compares them byte by byte.
+//
+// A name is read as [registry/][namespace/]model[:tag]; only what Prefix and Tag have defaults for is read at all.
+type Names struct {
+	// Fold ignores case.
+	Fold bool
+	// Prefix is what a name without a registry or namespace means, as in "registry.ollama.ai/library/". It ends with a slash.
+	Prefix string
+	// Tag is what a name without a tag means, as in "latest".
+	Tag string
+}
+
+// Same reports whether a and b name one model. It does not allocate: warm requests come here.
+func (n Names) Same(a, b string) bool {
+	switch {
+	case a == b:
+		return true
+	case n == Names{}:
+		return false
+	}
+	pathA, tagA := n.split(a)
+	pathB, tagB := n.split(b)
+	if n.Fold {
+		return strings.EqualFold(pathA, pathB) && strings.EqualFold(tagA, tagB)
+	}
+	return pathA == pathB && tagA == tagB
+}
+
+// Key returns the same text for all names of one model, and different texts for different models. It is no name itself.
+func (n Names) Key(name string) string {
+	if n == (Names{}) {
+		return name
+	}
+	path, tag := n.split(name)
+	if n.Fold {
+		path, tag = strings.ToLower(path), strings.ToLower(tag)
+	}
+	if n.Tag == "" {
+		return path
+	}
+	return path + ":" + tag
+}
+
+// split returns name without its default prefix and its tag, and its tag, or the default one.
+func (n Names) split(name string) (path, tag string) {
+	path = name
+	if n.Tag != "" {
+		tag = n.Tag
+		if at := strings.LastIndexByte(name, ':'); at > strings.LastIndexByte(name, '/') {
+			path, tag = name[:at], name[at+1:]
+		}
+	}
+	if n.Prefix == "" {
+		return path, tag
+	}
+	if _, rest, ok := strings.Cut(path, "://"); ok {
+		path = rest
+	}
+	// A registry is a default only in front of a namespace, and a namespace only in front of a model.
+	prefix := n.Prefix
+	for parts := strings.Count(prefix, "/"); parts > 0; parts-- {
+		first, rest, _ := strings.Cut(prefix, "/")
+		prefix = rest
+		if strings.Count(path, "/") != parts {
+			continue
+		}
+		head, tail, _ := strings.Cut(path, "/")
+		if head != first && !(n.Fold && strings.EqualFold(head, first)) {
+			break
+		}
+		path = tail
+	}
+	return path, tag
+}
