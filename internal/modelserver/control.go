@@ -166,6 +166,9 @@ func (l *life) reincarnate(cause string, pause time.Duration, loads ...bool) {
 		case <-s.ended:
 			return
 		}
+		if !s.mayStart() {
+			return
+		}
 		var err error
 		for _, load := range loads {
 			if err = s.restart("restarted", load); err == nil {
@@ -178,6 +181,24 @@ func (l *life) reincarnate(cause string, pause time.Duration, loads ...bool) {
 			s.note(Event{Kind: EventDeath, Detail: err.Error()})
 		}
 	}()
+}
+
+// mayStart waits while HoldStart is set and reports whether the server is still
+// to start then: not once it is closed.
+func (s *Server) mayStart() bool {
+	for {
+		s.mu.Lock()
+		hold, changed := s.faults.HoldStart, s.changed()
+		s.mu.Unlock()
+		if !hold {
+			return true
+		}
+		select {
+		case <-changed:
+		case <-s.ended:
+			return false
+		}
+	}
 }
 
 // strict decodes one JSON value and refuses unknown fields.

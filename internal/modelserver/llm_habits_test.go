@@ -209,12 +209,14 @@ func TestKoboldReloadsByStartingAnew(t *testing.T) {
 		}
 		return n
 	}
+	s.SetFaults(func(f *Faults) { f.HoldStart = true })
 	require.Contains(t, string(want(t, 200, llms[KoboldCpp].unload.to(t, s)).body), "true")
 	require.Equal(t, 2*gpu.GiB, used(t, s.dir), "it has only said so")
 	require.Error(t, (<-work).err)
 	require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return !st.Alive }))
 	_, err := net.Dial("tcp", s.Addr())
-	require.Error(t, err, "its port is closed for a moment")
+	require.Error(t, err, "its port is closed until it has started")
+	s.SetFaults(func(f *Faults) { f.HoldStart = false })
 	require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return st.Alive }))
 	require.Equal(t, 2, begun())
 	letGo(s)

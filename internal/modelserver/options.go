@@ -138,6 +138,10 @@ type Faults struct {
 	HealthStatus int  `json:"health_status,omitempty"` // health answers with this status, 500 for example
 	HangHealth   bool `json:"hang_health,omitempty"`   // health doesn't answer
 
+	// HoldStart keeps a server that starts anew by itself, or by /control's
+	// restart_after, from doing so while it is set: its port stays closed.
+	HoldStart bool `json:"hold_start,omitempty"`
+
 	// FailPaths answers requests for a path ("/prompt") or method and path
 	// ("GET /prompt") with a status and does nothing else.
 	FailPaths map[string]int `json:"fail_paths,omitempty"`

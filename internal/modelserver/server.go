@@ -19,7 +19,7 @@ import (
 type Server struct {
 	name string
 	dir  string
-	addr string // host:port, fixed by Start
+	addr string // host:port; the first life sets it before anything else can read it
 
 	// starting makes restarts exclude each other.
 	starting sync.Mutex
@@ -48,7 +48,13 @@ type life struct {
 	tasks  sync.WaitGroup // handlers and background tasks
 	turns  chan struct{}  // one token per unit of Concurrency; nil if unbounded
 
-	dead   bool // guarded by Server.mu
+	// dead says that the end has begun: no task starts. gone says that the port
+	// is closed, too, so that others may see the death. port is what it listens
+	// on, nil before and after. All three are guarded by Server.mu.
+	dead, gone bool
+	port       net.Listener
+	over       chan struct{} // closed once die is done
+
 	models map[string]*model
 	queue  *queue // nil in a manner without jobs
 	renews bool   // its manner's
@@ -220,7 +226,7 @@ func (s *Server) begin(load bool) error {
 	}
 	opts := s.options()
 	kind := manners[opts.Manner]
-	l := &life{s: s, models: map[string]*model{}, renews: kind.renews}
+	l := &life{s: s, port: listener, over: make(chan struct{}), models: map[string]*model{}, renews: kind.renews}
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	l.memory, err = newMemory(l)
 	if err != nil {
@@ -250,7 +256,9 @@ func (s *Server) begin(load bool) error {
 		l.memory.drop()
 		return errors.Join(fmt.Errorf("server %s is closed: start a new one", s.name), listener.Close())
 	}
-	s.addr = listener.Addr().String()
+	if s.life == nil {
+		s.addr = listener.Addr().String()
+	}
 	s.life = l
 	s.note(Event{Kind: EventStart})
 	s.mu.Unlock()
@@ -267,13 +275,16 @@ func (s *Server) begin(load bool) error {
 		if err := s.Load(l.ctx); err != nil {
 			l.die("could not preload")
 			l.tasks.Wait()
-			return errors.Join(fmt.Errorf("server %s: preloading: %w", s.name, err), ignoreClosed(listener.Close()))
+			return fmt.Errorf("server %s: preloading: %w", s.name, err)
 		}
 		if kind.late {
 			if listener, err = listen(s.addr); err != nil {
 				l.die("could not listen")
 				l.tasks.Wait()
 				return fmt.Errorf("server %s: listening again: %w", s.name, err)
+			}
+			if !l.listensOn(listener) {
+				return errors.Join(fmt.Errorf("server %s died before it listened", s.name), listener.Close())
 			}
 		}
 	}
@@ -282,7 +293,7 @@ func (s *Server) begin(load bool) error {
 		_ = l.http.Serve(listener)
 	})
 	if !serving {
-		return errors.Join(fmt.Errorf("server %s died before it listened", s.name), listener.Close())
+		return fmt.Errorf("server %s died before it listened", s.name)
 	}
 	if kind.early && load {
 		if err := s.Load(l.ctx); err != nil {
@@ -315,11 +326,16 @@ func (l *life) loadAll() {
 	})
 }
 
-func ignoreClosed(err error) error {
-	if errors.Is(err, net.ErrClosed) {
-		return nil
+// listensOn hands the life a port that its end closes. It reports false in a
+// dead life, which leaves the port to the caller.
+func (l *life) listensOn(port net.Listener) bool {
+	l.s.mu.Lock()
+	defer l.s.mu.Unlock()
+	if l.dead {
+		return false
 	}
-	return err
+	l.port = port
+	return true
 }
 
 // listen waits a moment for a port that was just left: another socket of this
@@ -334,21 +350,35 @@ func listen(addr string) (net.Listener, error) {
 }
 
 // die ends the life without waiting for its tasks, so that they can call it.
-// No cause means an orderly end, which is no death.
+// No cause means an orderly end, which is no death. The port is closed before
+// anybody can see that the server is dead, and connections drop after that: who
+// sees either can rely on the rest. When die returns, also to a second caller,
+// all of it is done.
 func (l *life) die(cause string) {
 	s := l.s
 	s.mu.Lock()
 	if l.dead {
 		s.mu.Unlock()
+		<-l.over
 		return
 	}
 	l.dead = true
+	port := l.port
+	l.port = nil
+	for _, m := range l.models {
+		m.stopTimer()
+	}
+	s.mu.Unlock()
+	defer close(l.over)
+	_ = port.Close() // of a late one that still loads it is closed already
+
+	s.mu.Lock()
+	l.gone = true
 	if cause != "" {
 		s.stats.Deaths++
 		s.note(Event{Kind: EventDeath, Detail: cause})
-	}
-	for _, m := range l.models {
-		m.stopTimer()
+	} else {
+		s.notify()
 	}
 	s.mu.Unlock()
 	l.cancel()

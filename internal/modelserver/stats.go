@@ -193,8 +193,10 @@ func Overlap(servers ...*Server) string {
 func (s *Server) snapshot() Stats {
 	out := s.stats
 	out.Requests = maps.Clone(s.stats.Requests)
-	if l := s.life; l != nil && !l.dead {
+	if l := s.life; l != nil && !l.gone {
 		out.Alive = true
+	}
+	if l := s.life; l != nil && !l.dead {
 		for _, m := range l.models {
 			out.Loaded = out.Loaded || m.saysLoaded()
 		}
