@@ -194,6 +194,9 @@ func TestEachServerLoadsWorksAndUnloadsByItsOwnRoutes(t *testing.T) {
 			want(t, 200, llm.unload.to(t, s))
 			require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return st.Alive && st.Held == 0 && !st.Loaded }))
 			require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return st.Unloads == 1 }))
+			if manner == KoboldCpp { // its old process answers until it ends
+				started(t, s, 3)
+			}
 			answers()
 			says(llm.gone)
 			if manner == KoboldCpp {
@@ -207,6 +210,18 @@ func TestEachServerLoadsWorksAndUnloadsByItsOwnRoutes(t *testing.T) {
 			want(t, 500, llm.unload.to(t, s))
 		})
 	}
+}
+
+// started waits until the server has begun its life number n.
+func started(t *testing.T, s *Server, n int) {
+	t.Helper()
+	_, err := s.WaitForEvent(bound(t), func(e Event) bool {
+		if e.Kind == EventStart {
+			n--
+		}
+		return n == 0
+	})
+	require.NoError(t, err)
 }
 
 func workPath(manner Manner) string {
