@@ -414,7 +414,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 		if outcome == scheduler.Accepted && len(j.said) > 0 {
 			j.lease.Track(j.said)
 		}
-		ended := j.lease.Release(outcome)
+		ended := j.lease.End(outcome, j.brokeOff(inner, completed))
 		j.leased = false
 		j.target.ran.Observe(ended.Sub(j.lease.Began).Seconds())
 		j.spans(r.Context(), j.lease.Began, ended)
@@ -438,6 +438,11 @@ var (
 
 // ranOut says whether a request has run for longer than it may.
 func ranOut(r *http.Request) bool { return errors.Is(context.Cause(r.Context()), errMaxRun) }
+
+// brokeOff reports whether the request to the server ended before its answer did, because its client left or we ended it.
+func (j *job) brokeOff(inner *http.Request, completed bool) bool {
+	return inner.Context().Err() != nil && (!completed || j.status == 0 || j.status == statusClientLeft)
+}
 
 // outcome is how the job ended, as far as the scheduler has to know. ranOut: it was us who ended it.
 func (j *job) outcome(r *http.Request, err error, completed, ranOut bool) scheduler.Outcome {

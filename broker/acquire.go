@@ -157,7 +157,11 @@ func (b *Broker) await(ctx context.Context, lease Lease, w *waiter) (Lease, erro
 }
 
 // Release ends the job, and says when. A second call does nothing.
-func (l Lease) Release(outcome scheduler.Outcome) (at time.Time) {
+func (l Lease) Release(outcome scheduler.Outcome) (at time.Time) { return l.End(outcome, false) }
+
+// End is Release of a job whose request may have been broken off, by its client or by us (left): then its server may still
+// work on it, and the GPU is held until it doesn't, as far as can be told.
+func (l Lease) End(outcome scheduler.Outcome, left bool) (at time.Time) {
 	b := l.b
 	if b == nil {
 		return time.Now()
@@ -168,7 +172,7 @@ func (l Lease) Release(outcome scheduler.Outcome) (at time.Time) {
 	if !b.closed && b.state.Knows(l.job) {
 		b.lastRun = now.Sub(l.Began)
 		b.clients.ended(l.client, now, l.Queued+l.Loading, b.lastRun)
-		effects, wake := b.state.Step(now, scheduler.Release{Job: l.job, Outcome: outcome})
+		effects, wake := b.state.Step(now, scheduler.Release{Job: l.job, Outcome: outcome, Left: left})
 		b.act(now, effects, wake)
 		b.ended()
 	}

@@ -3,6 +3,7 @@ package broker
 import (
 	"context"
 	"errors"
+	"net"
 	"slices"
 	"strings"
 	"time"
@@ -162,7 +163,14 @@ func (b *Broker) checkBusy(driver lifecycle.Driver, timeout time.Duration, t lif
 	busy, err := driver.Busy(ctx, t)
 	answer.Failed = err != nil && !errors.Is(err, lifecycle.ErrRefused)
 	answer.Busy = busy || answer.Failed
+	answer.Mute = answer.Failed && !timedOut(ctx, err)
 	b.step(answer)
+}
+
+// timedOut reports whether a call to a server got no answer in time, which one that computes may not give.
+func timedOut(ctx context.Context, err error) bool {
+	var network net.Error
+	return ctx.Err() != nil || errors.Is(err, context.DeadlineExceeded) || errors.As(err, &network) && network.Timeout()
 }
 
 // startProbes starts the loop that asks a server how it is, or tells it of a new interval. It holds mu.

@@ -92,6 +92,8 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 		"bypass":     patterns(&c.Bypass),
 		"touch":      patterns(&c.Touch),
 
+		"stops_when_left": single(s, &c.StopsWhenLeft, config.Off, oneOf("stops_when_left setting", config.Switches)),
+
 		"async_routes": patterns(&c.AsyncRoutes),
 		"start_on":     patterns(&c.StartOn),
 		"blocked":      patterns(&c.Blocked),

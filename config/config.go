@@ -185,6 +185,9 @@ type Consumer struct {
 	Async bool `json:"async,omitempty"`
 	// The requests of which that is so, in the form of gpu_routes; the work of others is done with their answer. Default: all that need the GPU.
 	AsyncRoutes []string `json:"async_routes,omitempty"`
+	// Whether its server stops working on a request when the client leaves: `on` or `off`. Where a busy route tells, that is asked
+	// instead. With `off` and no busy route the GPU is held for `drain_timeout` after a client has left. Default: `on`.
+	StopsWhenLeft string `json:"stops_when_left,omitempty"`
 	// Requests that need no GPU, in the same form, but that start a server which the broker has stopped, such as its page. Others get 503 not_running then.
 	StartOn []string `json:"start_on,omitempty"`
 	// Names of processes whose GPU memory is its, as the driver shows them; with them its use is measured.

@@ -50,9 +50,11 @@ const (
 	DefaultPriority       = 100
 	MaxPriority           = 1_000_000 // the least urgent; 0 is the most urgent
 
-	DefaultEnabled     = On
-	DefaultConcurrency = 1
-	DefaultSwitchCost  = 20 * time.Second
+	DefaultEnabled = On
+
+	DefaultStopsWhenLeft = On
+	DefaultConcurrency   = 1
+	DefaultSwitchCost    = 20 * time.Second
 )
 
 // stayWarm is after how long without use consumers of a category are unloaded.
@@ -122,6 +124,9 @@ func (b *Broker) HeadersOn() bool { return b.Headers != Off }
 // IsEnabled says whether the consumer is served.
 func (c *Consumer) IsEnabled() bool { return c.Enabled != Off }
 
+// WorksOn reports whether the consumer's server goes on working on a request whose client has left.
+func (c *Consumer) WorksOn() bool { return c.StopsWhenLeft == Off }
+
 // NeedsLock says whether the consumer's requests compute under the GPU's lock.
 func (c *Consumer) NeedsLock() bool { return c.Lock != LockNone }
 
@@ -164,6 +169,7 @@ func (b *Broker) fillDefaults() {
 // fillDefaults gives a value to every setting of c that has none; some are b's.
 func (c *Consumer) fillDefaults(b *Broker) {
 	fill(&c.Enabled, DefaultEnabled)
+	fill(&c.StopsWhenLeft, DefaultStopsWhenLeft)
 	fill(&c.Concurrency, DefaultConcurrency)
 	fill(&c.SwitchCost, caddy.Duration(DefaultSwitchCost))
 	fill(&c.Priority, new(DefaultPriority))

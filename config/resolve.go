@@ -97,6 +97,7 @@ func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) (known
 		f.add(who, "%w", err)
 	}
 	f.word(who, "enabled", c.Enabled, Switches)
+	f.word(who, "stops_when_left", c.StopsWhenLeft, Switches)
 	if c.Lock != "" {
 		f.word(who, "lock", c.Lock, ConsumerLocks)
 	}

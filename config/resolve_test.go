@@ -72,7 +72,7 @@ func TestResolveFillsInEveryDefault(t *testing.T) {
 		Overtake: new(15.0), OvertakeMin: new(30 * s), OvertakeMax: new(10 * m), Hold: new(0.25), LockOvertake: new(20 * s),
 		VictimPriority: "any",
 		Consumers: []*Consumer{{
-			Name: "a", VRAM: 6 * gpu.GiB, Enabled: "on", Concurrency: 1, SwitchCost: 20 * s, Priority: new(100),
+			Name: "a", VRAM: 6 * gpu.GiB, Enabled: "on", StopsWhenLeft: "on", Concurrency: 1, SwitchCost: 20 * s, Priority: new(100),
 			Budget: 10 * m, LoadTimeout: 5 * m, UnloadTimeout: 30 * s, LifecycleRaw: json.RawMessage(`{"protocol":"http"}`),
 			IdleTimeout: new(15 * m), sharedIdle: true, MaxRun: new(caddy.Duration(0)),
 		}},
@@ -304,6 +304,7 @@ func TestEachFaultIsTold(t *testing.T) {
 		{"unknown preset", `{"consumers":[{"name":"a","vram":1,"preset":"olama"}]}`, `consumer "a": unknown preset "olama": did you mean ollama? allowed: comfyui, ollama`},
 		{"preset of an unknown field", `{"consumers":[{"name":"a","vram":1,"preset":"bad"}]}`, `preset bad: consumer "a": unknown field "vrma"`},
 		{"preset that is no JSON", `{"consumers":[{"name":"a","vram":1,"preset":"broken"}]}`, `consumer "a": preset broken: `},
+		{"stops_when_left", `{"consumers":[{"name":"a","vram":1,"stops_when_left":"maybe"}]}`, `consumer "a": unknown stops_when_left "maybe": allowed: off, on`},
 		{"enabled", `{"consumers":[{"name":"a","vram":1,"enabled":"offf"}]}`, `consumer "a": unknown enabled "offf": did you mean off?`},
 		{"lock", `{"consumers":[{"name":"a","vram":1,"lock":"non"}]}`, `consumer "a": unknown lock "non": did you mean none?`},
 		{"zero concurrency", `{"consumers":[{"name":"a","vram":1,"concurrency":0}]}`, `consumer "a": concurrency is 0: it must be at least 1`},

@@ -136,10 +136,13 @@ func (s *State) stopNow(now time.Time, v *slot) {
 	st := stopping{from: v.state, target: v.gate.target, idle: v.gate.idle, began: now}
 	for _, h := range v.on {
 		var seen, free, used, out gpu.Bytes
+		fresh := false
 		if c := s.card(h.card); c != nil {
 			l, i := s.ledger(c, v)
 			seen, free, used, out = l.Seen[i], c.Free, l.Used, l.Outsiders
+			fresh = v.state == Ready && !c.seenAt.Before(later(v.readyAt, v.settledAt))
 		}
+		st.fresh = append(st.fresh, fresh)
 		st.seen, st.free, st.used, st.out = append(st.seen, seen), append(st.free, free), append(st.used, used), append(st.out, out)
 	}
 	why := unloadReason(st.target)
@@ -301,7 +304,7 @@ func (s *State) stopped(now time.Time, v *slot) {
 		h.residue = s.residueNow(v, i, c)
 		before := s.knownResidue(v, h)
 		took := h.peak
-		if c.Known && !h.hasMeas { // what came back, as far as it was this slot's or nobody's, and what its next load will use again
+		if c.Known && !h.hasMeas && v.stop.fresh[i] { // what came back, as far as it was this slot's or nobody's, and what its next load will use again
 			took = max(took, clamp(c.Free-v.stop.free[i], 0, v.stop.seen[i]+v.stop.out[i])+min(h.residue, v.cfg.Residual))
 		}
 		footprint += took
@@ -467,7 +470,7 @@ func (s *State) vanish(now time.Time, sl *slot, why string) {
 	}
 	if sl.held > 0 { // the work that went on there is gone with it
 		s.ended(sl.held)
-		sl.held = 0
+		sl.held, sl.orphans = 0, 0
 		s.unlock(sl)
 	}
 	sl.gate, sl.settled = gate{}, false

@@ -77,6 +77,8 @@ type standing struct {
 	lastUse time.Time
 	held    int
 	heldAt  time.Time
+	orphans int
+	leftBy  time.Time
 	dead    string
 	health  health
 	first   JobID
@@ -92,7 +94,7 @@ type record struct {
 }
 
 func standingOf(sl *slot) standing {
-	return standing{state: sl.state, gate: sl.gate, since: sl.since, lastUse: sl.lastUse, held: sl.held, heldAt: sl.heldAt, health: sl.health, first: sl.first, warming: sl.warming, stop: sl.stop, dead: sl.dead}
+	return standing{state: sl.state, gate: sl.gate, since: sl.since, lastUse: sl.lastUse, held: sl.held, heldAt: sl.heldAt, orphans: sl.orphans, leftBy: sl.leftBy, health: sl.health, first: sl.first, warming: sl.warming, stop: sl.stop, dead: sl.dead}
 }
 
 func (c *checker) before(e Event) {
@@ -366,6 +368,14 @@ func (c *checker) held(sl *slot) {
 	if told && sl.held == 0 {
 		for _, j := range c.w.jobs {
 			if j.state == simHeld && j.server.cfg.Name == sl.cfg.Name {
+				j.state = simEnded
+			}
+		}
+		return
+	}
+	if w := c.w; was.orphans > 0 && sl.orphans == 0 && sl.held == was.held-was.orphans && !w.now.Before(was.leftBy.Add(w.s.cfg.DrainTimeout)) {
+		for _, j := range w.jobs {
+			if j.state == simHeld && j.left && j.server.cfg.Name == sl.cfg.Name {
 				j.state = simEnded
 			}
 		}

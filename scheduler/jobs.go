@@ -242,7 +242,7 @@ func (s *State) cancel(now time.Time, id JobID) {
 	case j == nil:
 		return
 	case j.state == jobRunning: // it was admitted meanwhile
-		s.release(now, id, NoAnswer)
+		s.release(now, &Release{Job: id, Outcome: NoAnswer})
 		return
 	}
 	matters := j.state == jobWaiting && (j.slot.queue.head() == j || j.prev == nil) // the next, or the oldest of its priority
@@ -261,7 +261,8 @@ func (s *State) cancel(now time.Time, id JobID) {
 }
 
 // release ends an admitted job. A second release of it does nothing.
-func (s *State) release(now time.Time, id JobID, outcome Outcome) {
+func (s *State) release(now time.Time, e *Release) {
+	id, outcome := e.Job, e.Outcome
 	j := s.jobs.get(id)
 	if j == nil || j.state != jobRunning {
 		return
@@ -282,11 +283,19 @@ func (s *State) release(now time.Time, id JobID, outcome Outcome) {
 	}
 	sl.idleAt = now
 	s.jobs.put(j)
-	if outcome == Accepted && sl.cfg.CanBusy {
+	switch orphan := e.Left && s.worksOn(sl, outcome); {
+	case outcome == Accepted && sl.cfg.CanBusy, orphan:
 		sl.held++
 		sl.heldAt = now
-		s.ask(sl, 0)
-	} else {
+		if orphan {
+			sl.orphans++
+			sl.leftBy = now
+			s.wakeBy(now.Add(s.cfg.DrainTimeout))
+		}
+		if sl.cfg.CanBusy {
+			s.ask(sl, 0)
+		}
+	default:
 		s.ended(1)
 		if sl.first == id {
 			s.warm(now, sl)
@@ -396,6 +405,39 @@ func (s *State) refused(now time.Time, sl *slot) {
 	sl.since = now
 }
 
+// worksOn reports whether the server may work on a request that was broken off: its busy route tells, or the configuration says so.
+func (s *State) worksOn(sl *slot, outcome Outcome) bool {
+	return (sl.cfg.CanBusy || sl.cfg.WorksOn) && outcome != DialRefused && outcome != ServerDied && outcome != Accepted &&
+		sl.dead == "" && !sl.cfg.Cloud && s.cfg.Mode != Passthrough
+}
+
+// letGo ends so many of a slot's held jobs: their work is over.
+func (s *State) letGo(now time.Time, sl *slot, n int) {
+	s.ended(n)
+	sl.held -= n
+	sl.orphans = min(sl.orphans, sl.held)
+	sl.idleAt = now
+	sl.settle(now)
+	if sl.warming && s.jobs.get(sl.first) == nil && sl.held == 0 { // its first job was among them
+		s.warm(now, sl)
+	}
+	s.unlock(sl)
+}
+
+// giveUpOrphans takes the work of clients that left for done once drain_timeout has passed.
+func (s *State) giveUpOrphans(now time.Time) {
+	for _, sl := range s.slots {
+		if sl.orphans == 0 || !s.due(now, sl.leftBy.Add(s.cfg.DrainTimeout)) {
+			continue
+		}
+		s.decide(Decision{At: now, Kind: "busy_unknown", Slot: sl.cfg.Name, GPU: sl.gpu(),
+			Reason: fmt.Sprintf("the work of clients that left has not ended within drain_timeout %s, as far as its server tells: it is taken for done", s.cfg.DrainTimeout)})
+		n := sl.orphans
+		sl.orphans = 0
+		s.letGo(now, sl, n)
+	}
+}
+
 // ask sends for word whether a server works.
 func (s *State) ask(sl *slot, after time.Duration) {
 	if sl.asking {
@@ -424,20 +466,17 @@ func (s *State) busyAnswer(now time.Time, e BusyAnswer) {
 		sl.muteSince, e.Busy = time.Time{}, false
 		s.decide(Decision{At: now, Kind: "busy_unknown", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: fmt.Sprintf("its busy route has failed for drain_timeout %s: its work is taken for done", s.cfg.DrainTimeout)})
 	}
+	if e.Mute && sl.orphans > 0 && sl.orphans == sl.held && !sl.cfg.WorksOn { // as at a server without a busy route
+		e.Busy = false
+	}
 	switch {
 	case e.Busy:
 	case sl.held > 0 && !e.Sent.Before(sl.heldAt):
-		s.ended(sl.held)
-		sl.held = 0
-		sl.idleAt, sl.lastUse = now, now
-		sl.settle(now)
-		if sl.warming && s.jobs.get(sl.first) == nil { // its first job was among them
-			s.warm(now, sl)
-		}
-		s.unlock(sl)
+		sl.lastUse = now
+		s.letGo(now, sl, sl.held)
 		fallthrough
 	default:
-		if sl.gate.closed && !sl.busy() && !e.Sent.Before(sl.idleAt) && !e.Sent.Before(sl.gate.since) {
+		if sl.gate.closed && !e.Mute && !sl.busy() && !e.Sent.Before(sl.idleAt) && !e.Sent.Before(sl.gate.since) {
 			sl.gate.clear = true
 		}
 	}

@@ -123,6 +123,8 @@ type slot struct {
 	bulk      int       // active jobs that reserved places are not for
 	held      int       // ended jobs whose work goes on at the server
 	heldAt    time.Time // the last of them
+	orphans   int       // … of them those that nobody waits for: they end after drain_timeout at the latest
+	leftBy    time.Time // … when the last of them was broken off
 	first     JobID     // the job inside which a lazy server loads
 	warming   bool      // … which counts as a transition until it ends
 	started   int       // jobs started since READY
@@ -222,6 +224,7 @@ type stopping struct {
 	free      []gpu.Bytes
 	used      []gpu.Bytes
 	out       []gpu.Bytes
+	fresh     []bool // free is from a look at what the slot held when it was loaded
 	flush     bool // a call to an IDLE lazy server that may have been loaded before we came
 }
 
@@ -265,7 +268,7 @@ func (s *State) Step(now time.Time, e Event) (effects []Effect, wakeAt time.Time
 	case Submit:
 		s.submit(now, &e)
 	case Release:
-		s.release(now, e.Job, e.Outcome)
+		s.release(now, &e)
 	case Cancel:
 		s.cancel(now, e.Job)
 	case Configure:
@@ -311,6 +314,7 @@ func (s *State) pump(now time.Time) {
 	s.wake = time.Time{}
 	s.expire(now)
 	s.wakeClients(now)
+	s.giveUpOrphans(now)
 	s.sweep(now)
 	s.clearLent(now)
 	s.proceed(now)

@@ -110,6 +110,7 @@ type SlotConfig struct {
 	SwitchCost  time.Duration
 	Budget      time.Duration // the usual one: overtaking is bounded by half of it
 	Async       bool          // its work outlives its answers
+	WorksOn     bool          // its server goes on with the work of clients that left
 	Conflicts   []string      // never resident together with these
 	Reserved    int           // places of Concurrency that are kept for jobs below Config.ReservedBelow
 	Cloud       bool          // runs elsewhere: takes no memory and no lock, and never waits
@@ -158,6 +159,7 @@ type (
 	Release struct {
 		Job     JobID
 		Outcome Outcome
+		Left    bool // its request was broken off by its client, or by us: its server may work on
 	}
 	// LoadDone ends a load.
 	LoadDone struct {
@@ -180,6 +182,7 @@ type (
 		Sent   time.Time
 		Busy   bool
 		Failed bool // the server could not be asked, and is taken for busy
+		Mute   bool // … though it answered: its busy route tells nothing
 	}
 	// Probed is what a probe told.
 	Probed struct {

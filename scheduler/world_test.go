@@ -112,6 +112,7 @@ type simJob struct {
 	server *simServer
 	state  simJobState
 	lasts  time.Duration
+	left   bool // its client left in the middle of it
 	works  bool // its server works on it, whatever became of its client
 	asked  Submit
 	bulk   bool // reserved places were not for it when it came
@@ -257,7 +258,7 @@ func (w *world) newServer(name string) *simServer {
 	if w.shape.starts && w.chance(50) {
 		c.Consumer = "m"
 	}
-	c.Async = c.CanBusy && w.chance(60)
+	c.Async, c.WorksOn = c.CanBusy && w.chance(60), w.chance(10)
 	c.GPUs = w.somewhere()
 	if w.chance(40) {
 		c.Residual = gpu.Bytes(w.rand.IntN(600)) * mib
@@ -466,6 +467,14 @@ func (w *world) serve(j *simJob) {
 		})
 		return
 	}
+	if w.shape.cancels && w.chance(10) { // its client leaves, and the server works on
+		w.in(time.Duration(w.rand.Int64N(int64(j.lasts)+1)), func() {
+			w.in(j.lasts, func() { j.over() })
+			j.left = true
+			w.release(j, []Outcome{NoAnswer, Served}[w.rand.IntN(2)])
+		})
+		return
+	}
 	w.in(j.lasts, func() {
 		j.over()
 		switch {
@@ -492,11 +501,12 @@ func (w *world) release(j *simJob, outcome Outcome) {
 		return
 	}
 	j.state = simEnded
-	if outcome == Accepted && w.s.named[j.server.cfg.Name].cfg.CanBusy {
+	sl := w.s.named[j.server.cfg.Name]
+	if outcome == Accepted && sl.cfg.CanBusy || j.left && (sl.cfg.CanBusy || sl.cfg.WorksOn) && (outcome == NoAnswer || outcome == Served) && sl.dead == "" && !sl.cfg.Cloud && w.s.cfg.Mode != Passthrough {
 		j.state = simHeld
 	}
 	w.ended = append(w.ended, j.id)
 	w.check.leaving = j.id
-	w.step(Release{Job: j.id, Outcome: outcome})
+	w.step(Release{Job: j.id, Outcome: outcome, Left: j.left})
 	w.check.leaving = 0
 }

@@ -194,6 +194,9 @@ func (l *life) run(ctx context.Context, m *model, d time.Duration) error {
 func (l *life) runPart(ctx context.Context, m *model, d time.Duration, holds bool) error {
 	s := l.s
 	s.mu.Lock()
+	if s.opts.WorksOn {
+		ctx = context.WithoutCancel(ctx)
+	}
 	before, held := m.epoch, holds && s.faults.HoldWork
 	if since, ok := ctx.Value(epochKey{}).(int); ok {
 		before = since

@@ -86,6 +86,8 @@ type Options struct {
 	// inference only. ComfyUI always has one worker, and kinds that lock do one
 	// thing at a time.
 	Concurrency int
+	// WorksOn keeps a plain server's work going when its client leaves, as swama does.
+	WorksOn bool
 	// KeepAlive is the idle time before a server unloads a model by itself, if
 	// its kind does; 0 is what the real one has (ollama 5 minutes, llamacpp
 	// never), never if negative.

@@ -13,7 +13,7 @@ import (
 
 // plain is a server with routes of its own:
 //
-//	GET  /health                  {"status":"ok","loaded":false,"gpu_resident_mib":0}
+//	GET  /health                  {"status":"ok","loaded":false,"gpu_resident_mib":0,"working":0}
 //	POST /api/admin/load, unload  answer when it is done
 //	POST /synthesize              SynthesizeBytes of the body
 //	POST /inference, /v1/audio/transcriptions   Transcript of the body or of a form's file
@@ -64,6 +64,9 @@ func (p *plain) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		panic(http.ErrAbortHandler)
 	}
 	defer done()
+	if p.l.s.options().WorksOn {
+		w = heedless{w}
+	}
 	switch {
 	case r.Method == http.MethodOptions:
 		w.WriteHeader(http.StatusNoContent)
@@ -72,6 +75,19 @@ func (p *plain) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	default:
 		p.mux.ServeHTTP(w, r)
 	}
+}
+
+// heedless does not notice that nobody reads the answer any more.
+type heedless struct{ http.ResponseWriter }
+
+func (h heedless) Write(b []byte) (int, error) {
+	_, _ = h.ResponseWriter.Write(b)
+	return len(b), nil
+}
+
+func (h heedless) FlushError() error {
+	_ = http.NewResponseController(h.ResponseWriter).Flush()
+	return nil
 }
 
 func (p *plain) health(w http.ResponseWriter, r *http.Request) {
@@ -86,12 +102,13 @@ type healthAnswer struct {
 	Status   string `json:"status"`
 	Loaded   bool   `json:"loaded"`
 	Resident int64  `json:"gpu_resident_mib"`
+	Working  int    `json:"working"` // requests that compute
 }
 
 func (p *plain) state() healthAnswer {
 	p.l.s.mu.Lock()
 	defer p.l.s.mu.Unlock()
-	a := healthAnswer{Status: "ok", Loaded: p.m.saysLoaded()}
+	a := healthAnswer{Status: "ok", Loaded: p.m.saysLoaded(), Working: p.l.s.stats.Working}
 	if a.Loaded {
 		a.Resident = p.m.resident.MiB()
 	}

@@ -22,7 +22,7 @@ func TestPlainServerTakesAndFreesMemoryByItsRoutes(t *testing.T) {
 	require.Zero(t, used(t, s.dir))
 
 	want(t, 200, call(ctx, "POST", s.URL()+"/api/admin/load", ""))
-	require.Equal(t, healthAnswer{"ok", true, 2048}, health(t, s))
+	require.Equal(t, healthAnswer{"ok", true, 2048, 0}, health(t, s))
 	require.Equal(t, 2*gpu.GiB, used(t, s.dir))
 	want(t, 200, call(ctx, "POST", s.URL()+"/api/admin/load", ""))
 

@@ -3,6 +3,7 @@ package e2e
 import (
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -23,7 +24,11 @@ func TestK9_TheNextLoadClaimsWhatWasSeenAlsoAfterARestart(t *testing.T) {
 			vram := strings.Fields(strings.ReplaceAll(c.Lines, "lifecycle_by_hand", ""))[1]
 			require.Equal(t, "config", s.status().Consumers["a"].Slots[0].ClaimSource)
 			s.serve("a")
-			s.until("its memory is seen", func() bool { return s.status().GPUs[0].Used >= int64(c.VRAM) })
+			served := time.Now()
+			s.until("its memory is seen", func() bool {
+				at, err := time.Parse(time.RFC3339Nano, s.status().GPUs[0].SampledAt)
+				return err == nil && at.After(served)
+			})
 			s.serve("b")
 			slot := s.status().Consumers["a"].Slots[0]
 			require.Equal(t, int64(c.VRAM), slot.Claim)
