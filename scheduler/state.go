@@ -225,7 +225,7 @@ type stopping struct {
 	used      []gpu.Bytes
 	out       []gpu.Bytes
 	fresh     []bool // free is from a look at what the slot held when it was loaded
-	flush     bool // a call to an IDLE lazy server that may have been loaded before we came
+	flush     bool   // a call to an IDLE lazy server that may have been loaded before we came
 }
 
 // target is what a slot knows as one that wants to be loaded.
