@@ -18,8 +18,9 @@ import (
 const (
 	sampleInterval = 2 * time.Second
 	fastInterval   = 50 * time.Millisecond
-	sampleTimeout  = 10 * time.Second
 	openRetry      = 10 * time.Second
+	// fullShare bounds the share of time that full looks may take: one in so many.
+	fullShare = 4
 )
 
 // samplerLoop is the goroutine that looks at the GPUs, and how to talk to it.
@@ -29,6 +30,10 @@ type samplerLoop struct {
 	fast   chan struct{} // cap 1: look at once
 	name   string        // guarded by the broker's mutex
 	why    string        // guarded by the broker's mutex
+
+	// Of its goroutine.
+	first   bool // no look has ended yet
+	failing bool // the last look failed
 }
 
 func (l *samplerLoop) hurry() {
@@ -76,14 +81,17 @@ func (b *Broker) sample(ctx context.Context, l *samplerLoop, g *Generation) {
 	l.name, l.why = s.Name(), s.Why()
 	b.mu.Unlock()
 
-	first, full := true, time.Time{}
+	full := time.Time{} // when the next full look is due
+	l.first = true
 	for {
-		detail := gpu.Memory
-		if time.Since(full) >= sampleInterval {
-			detail, full = gpu.Full, time.Now()
+		detail, began := gpu.Memory, time.Now()
+		if !began.Before(full) {
+			detail = gpu.Full
 		}
-		b.look(ctx, s, detail, first)
-		first = false
+		b.look(ctx, l, s, detail)
+		if detail == gpu.Full { // where looks are slow, those at the memory alone come between
+			full = began.Add(max(sampleInterval, fullShare*time.Since(began)))
+		}
 		wait := sampleInterval
 		if b.hurried() {
 			wait = max(fastInterval, s.MinInterval())
@@ -106,24 +114,26 @@ func (b *Broker) hurried() bool {
 	return b.state.FastSampling()
 }
 
-// look takes one sample into the state.
-func (b *Broker) look(ctx context.Context, s gpu.Sampler, detail gpu.Detail, first bool) {
-	lctx, cancel := context.WithTimeout(ctx, sampleTimeout)
-	defer cancel()
-	sample, err := s.Sample(lctx, detail)
+// look takes one sample into the state. How long it may take is the sampler's own affair.
+func (b *Broker) look(ctx context.Context, l *samplerLoop, s gpu.Sampler, detail gpu.Detail) {
+	sample, err := s.Sample(ctx, detail)
 	if ctx.Err() != nil {
 		return
 	}
+	b.tellTelemetry(l, sample.Devices, err)
 	if err != nil {
-		b.step(scheduler.Sampled{At: time.Now(), Lost: err.Error(), First: first})
+		b.step(scheduler.Sampled{At: time.Now(), Lost: err.Error(), First: l.first})
+		l.first = false
 		return
 	}
-	e := scheduler.Sampled{At: sample.At, First: first}
+	e := scheduler.Sampled{At: sample.At, First: l.first}
+	l.first = false
 	owners := b.owners()
 	for _, d := range sample.Devices {
 		e.Devices = append(e.Devices, device(d, owners))
 	}
 	b.mu.Lock()
+	l.name, l.why = s.Name(), s.Why() // auto may have found another way
 	for _, d := range sample.Devices {
 		b.noteFree(d, sample.At)
 		if detail == gpu.Full {
@@ -164,6 +174,23 @@ func (b *Broker) still(index int) (time.Duration, bool) {
 	defer b.mu.Unlock()
 	s, known := b.stillness[index]
 	return s.last.Sub(s.since), known
+}
+
+// tellTelemetry logs what the record of decisions can't have: telemetry that fails before any GPU
+// is known, and GPUs whose memory could not be read from the start.
+func (b *Broker) tellTelemetry(l *samplerLoop, devices []gpu.Device, err error) {
+	switch {
+	case err != nil && !l.failing:
+		b.logger().Warn("GPU telemetry fails: the broker counts with what it knows until it works again", zap.Error(err))
+	case err == nil && l.failing:
+		b.logger().Info("GPU telemetry works again")
+	}
+	l.failing = err != nil
+	for _, d := range devices {
+		if l.first && !d.MemoryKnown && d.Health != gpu.Lost {
+			b.logger().Warn("the memory of a GPU is not read: the broker counts with configured sizes", zap.Int("gpu", d.Index), zap.String("reason", d.Reason))
+		}
+	}
 }
 
 // owner is a consumer whose processes can be told from others.

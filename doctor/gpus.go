@@ -24,6 +24,8 @@ func judgeGPUs(f *facts) (out []Finding) {
 		add(Error, "no GPU can be read: "+oneLine(g.err), f.mendSampler())
 	case g.name == "static":
 		add(Warning, "degraded: the GPUs are declared and not read: memory that other programs take goes unnoticed", f.mendBetter("gpu static is for hardware that nothing can read"))
+	case g.name == "fallback":
+		add(Warning, "degraded: no GPU can be read, so the sizes of gpu auto { fallback … } count: memory that other programs take goes unnoticed", f.mendSampler()+"; "+g.why)
 	case g.name == "nvidia_smi":
 		add(Warning, "GPUs are read by running nvidia-smi ("+g.why+"): each look starts a program, and freed memory is seen late", f.mendBetter(f.mendSampler()))
 	case g.better != "" && ranks[g.name] == 0: // simulated, on a machine with a card
@@ -67,7 +69,7 @@ func (f *facts) mendSampler() string {
 	case h.amd:
 		return "there is a card of AMD's: load the kernel's driver amdgpu, and look for mem_info_vram_total in /sys/class/drm/card*/device"
 	}
-	return "there is no card of NVIDIA's or AMD's on the PCI bus; for other hardware declare what there is, as in gpu static 24GiB"
+	return "there is no card of NVIDIA's or AMD's on the PCI bus; for other hardware declare what there is, as in gpu static 24GiB, or gpu auto { fallback 24GiB }"
 }
 
 func (f *facts) judgeDevice(d gpu.Device, where string) (out []Finding) {
@@ -78,13 +80,20 @@ func (f *facts) judgeDevice(d gpu.Device, where string) (out []Finding) {
 		add(Error, "reset or reboot; `dmesg | grep -i xid` says what happened", "it is lost: %s", d.Reason)
 		return out
 	}
-	if f.gpu.name == "static" {
+	if f.gpu.name == "static" || f.gpu.name == "fallback" {
+		return out
+	}
+	if d.Total == 0 && !d.MemoryKnown {
+		add(Error, "let Caddy's user read it, or declare its size: gpu auto { fallback 24GiB }", "how much memory it has is not known, so its consumers get 503 gpu_lost: %s", d.Reason)
 		return out
 	}
 	if !d.MemoryKnown {
 		add(Warning, "the broker goes by configured sizes then; if it is a part of a card (MIG), declare it: gpu static SIZE", "degraded: how much of its memory is free is not known: %s", d.Reason)
 	} else {
 		add(Note, "", "%s, %s, %s free", d.Name, d.Total, d.Free)
+		if d.Reason != "" {
+			add(Warning, "", "%s", d.Reason)
+		}
 	}
 	hidden := !d.ProcessesKnown
 	for _, p := range d.Processes {

@@ -31,9 +31,9 @@ type Device struct {
 	UUID   string // the identity: everything is keyed by it
 	Name   string
 	Health Health
-	Reason string // why it is not healthy, or why its memory is not known
+	Reason string // why it is not healthy, why its memory is not known, or what else the driver reports
 
-	Total       Bytes
+	Total       Bytes // 0 if not known
 	Free        Bytes // live; valid only if MemoryKnown
 	MemoryKnown bool
 	Unified     bool // memory shared with the CPU: Free is the system's available memory
@@ -70,7 +70,8 @@ type Sampler interface {
 	// Why says in a sentence why this sampler serves, and what was tried before it.
 	Why() string
 	// Sample takes one look. An error means that telemetry as a whole is lost;
-	// it says nothing about the devices. It must return when ctx ends.
+	// it says nothing about the devices. It must return when ctx ends, and soon
+	// enough by itself: only the sampler knows how long its hardware may take.
 	Sample(ctx context.Context, detail Detail) (Sample, error)
 	// MinInterval is the least time between two looks that makes sense.
 	MinInterval() time.Duration

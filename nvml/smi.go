@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/exec"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -34,8 +33,8 @@ type NvidiaSMI struct {
 	Path string `json:"path,omitempty"`
 	// The least time between two runs. Default: 500ms.
 	Interval caddy.Duration `json:"interval,omitempty"`
-	// How long a run may take before it is killed. Where nothing keeps the GPUs awake, each
-	// needs up to 3s: raise it on a machine with many, or use persistence mode. Default: 10s.
+	// How long one run may take before it is killed; a look is one run, or two. Where nothing keeps
+	// the GPUs awake, each needs up to 3s: raise it on a machine with many, or use persistence mode. Default: 10s.
 	Timeout caddy.Duration `json:"timeout,omitempty"`
 }
 
@@ -154,9 +153,11 @@ type smi struct {
 	meminfo           string
 	logger            *zap.Logger
 
-	// Owned by smiTurn.
-	fields []string            // what this driver's nvidia-smi can be asked for
-	known  map[string]identity // every device ever seen, by UUID
+	// Of the one goroutine that looks.
+	fields   []string            // what this driver's nvidia-smi can be asked for
+	known    map[string]identity // every device ever seen, by UUID
+	warned   string              // what was last logged of the lines that are no rows
+	warnedAt time.Time
 }
 
 // identity is what stays of a device when it no longer answers.
@@ -180,30 +181,24 @@ func (s *smi) Close() error {
 	return nil
 }
 
+// Sample runs the program once, and once more for the processes. Each run has the
+// whole timeout; a GPU that does not answer or an old driver costs some more runs.
 func (s *smi) Sample(ctx context.Context, detail gpu.Detail) (gpu.Sample, error) {
-	ctx, cancel := context.WithTimeout(ctx, s.timeout)
-	defer cancel()
-	sample, err := turn.In(ctx, smiTurn, func() (gpu.Sample, error) {
-		at := time.Now()
-		devices, err := s.look(ctx, detail)
-		return gpu.Sample{At: at, Devices: devices}, err
-	})
+	at := time.Now()
+	devices, err := s.look(ctx, detail)
 	if err != nil {
 		return gpu.Sample{}, fmt.Errorf("gpu nvidia_smi: %w", err)
 	}
-	return sample, nil
+	return gpu.Sample{At: at, Devices: devices}, nil
 }
 
 func (s *smi) look(ctx context.Context, detail gpu.Detail) ([]gpu.Device, error) {
-	text, lost, err := s.queryGPUs(ctx)
+	r, err := s.queryGPUs(ctx)
 	if err != nil {
 		return nil, err
 	}
-	rows, err := parseGPUs(text, s.fields)
-	if err != nil {
-		return nil, err
-	}
-	devices, err := s.devices(rows, lost)
+	s.warn(r.noise)
+	devices, err := s.devices(r)
 	if err != nil {
 		return nil, err
 	}
@@ -213,53 +208,27 @@ func (s *smi) look(ctx context.Context, detail gpu.Detail) ([]gpu.Device, error)
 	return devices, nil
 }
 
-// queryGPUs asks for all GPUs. A field that this driver does not know is left
-// out from then on; a GPU for whose loss the whole run fails is left out of
-// this look, and returned with what was said of it, by UUID.
-func (s *smi) queryGPUs(ctx context.Context) (text string, lost map[string]string, err error) {
-	lost = map[string]string{}
-	// Each round leaves out one more field or GPU, so the rounds are bounded.
-	for range len(s.fields) + len(s.known) + 1 {
-		arguments := []string{"--query-gpu=" + strings.Join(s.fields, ","), "--format=csv,noheader,nounits"}
-		if len(lost) > 0 {
-			ids := s.others(lost)
-			if len(ids) == 0 {
-				return "", lost, nil
-			}
-			arguments = append(arguments, "--id="+strings.Join(ids, ","))
-		}
-		text, err = runSMI(ctx, s.path, arguments...)
-		if err == nil {
-			return text, lost, nil
-		}
-		var failed *smiError
-		if !errors.As(err, &failed) {
-			return "", nil, err
-		}
-		if i := slices.Index(s.fields, unknownField(failed.text)); i >= 0 && slices.Contains(optionalFields, s.fields[i]) {
-			s.logger.Info("nvidia-smi does not know a field; doing without it", zap.String("field", s.fields[i]))
-			s.fields = slices.Delete(s.fields, i, i+1)
-			continue
-		}
-		device, ok := s.byBusID(lostBusID(failed.text))
-		if !ok || lost[device.uuid] != "" {
-			return "", nil, err
-		}
-		lost[device.uuid] = firstLine(failed.text)
-	}
-	return "", nil, err
+// run runs the program when no other run is under way.
+func (s *smi) run(ctx context.Context, arguments ...string) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, s.timeout)
+	defer cancel()
+	return turn.In(ctx, smiTurn, func() (string, error) { return runSMI(ctx, s.path, arguments...) })
 }
 
-// others are the known devices that are not among the lost.
-func (s *smi) others(lost map[string]string) []string {
-	var uuids []string
-	for uuid := range s.known {
-		if lost[uuid] == "" {
-			uuids = append(uuids, uuid)
-		}
+// warnEvery is the least time between two warnings about what the program prints.
+const warnEvery = time.Minute
+
+// warn logs what the program printed beside its rows, when that has changed.
+func (s *smi) warn(noise []string) {
+	text := strings.Join(noise, "; ")
+	if text == s.warned || time.Since(s.warnedAt) < warnEvery {
+		return
 	}
-	slices.Sort(uuids)
-	return uuids
+	s.warned = text
+	if text != "" {
+		s.warnedAt = time.Now()
+		s.logger.Warn("nvidia-smi prints more than its rows; the rows count", zap.String("printed", text))
+	}
 }
 
 func (s *smi) byBusID(busID string) (identity, bool) {
@@ -281,11 +250,11 @@ func (s *smi) byIndex(index int) (identity, bool) {
 }
 
 // devices turns rows into devices, and adds those that have no row any more.
-func (s *smi) devices(rows []gpuRow, lost map[string]string) ([]gpu.Device, error) {
+func (s *smi) devices(r reading) ([]gpu.Device, error) {
 	var devices []gpu.Device
 	listed := map[string]bool{}
 	answered, sick := false, ""
-	for _, row := range rows {
+	for _, row := range r.rows {
 		told := row.uuid != ""
 		if !told { // a lost GPU may not even tell that
 			before, ok := s.byBusID(row.busID)
@@ -295,7 +264,7 @@ func (s *smi) devices(rows []gpuRow, lost map[string]string) ([]gpu.Device, erro
 			if ok && !listed[before.uuid] {
 				row.uuid, row.name, row.busID = before.uuid, before.name, before.busID
 			} else {
-				row.uuid = "index-" + strconv.Itoa(row.index)
+				row.uuid = unnamed(row.index)
 			}
 		}
 		device := row.device(s.meminfo)
@@ -310,9 +279,13 @@ func (s *smi) devices(rows []gpuRow, lost map[string]string) ([]gpu.Device, erro
 			answered = true
 		}
 		listed[row.uuid] = true
-		if told && device.Health != gpu.Lost {
-			s.known[row.uuid] = identity{row.index, row.uuid, row.name, row.busID, device.Total}
+		if told {
+			s.identify(row)
+			if device.Health != gpu.Lost {
+				s.known[row.uuid] = identity{row.index, row.uuid, row.name, row.busID, device.Total}
+			}
 		}
+		device.Reason = join(device.Reason, about(r.noise, row.busID))
 		devices = append(devices, device)
 	}
 	if sick != "" && !answered {
@@ -323,7 +296,7 @@ func (s *smi) devices(rows []gpuRow, lost map[string]string) ([]gpu.Device, erro
 			continue
 		}
 		why := "nvidia-smi no longer lists it"
-		if said := lost[uuid]; said != "" {
+		if said := r.lost[uuid]; said != "" {
 			why = said
 		}
 		devices = append(devices, gpu.Device{
@@ -332,16 +305,38 @@ func (s *smi) devices(rows []gpuRow, lost map[string]string) ([]gpu.Device, erro
 		})
 	}
 	if len(devices) == 0 {
-		return nil, errors.New("nvidia-smi lists no GPU")
+		return nil, errors.New(join("nvidia-smi lists no GPU", strings.Join(r.noise, "; ")))
 	}
 	slices.SortStableFunc(devices, func(a, b gpu.Device) int { return a.Index - b.Index })
 	return devices, nil
 }
 
+// identify forgets the stand-ins of a GPU that tells its UUID now.
+func (s *smi) identify(row gpuRow) {
+	delete(s.known, unnamed(row.index))
+	for uuid, before := range s.known {
+		if uuid == unnamed(before.index) && row.busID != "" && strings.EqualFold(before.busID, row.busID) {
+			delete(s.known, uuid)
+		}
+	}
+}
+
+// join puts two reasons together. Either may be empty.
+func join(a, b string) string {
+	if a == "" || b == "" {
+		return a + b
+	}
+	return a + "; " + b
+}
+
 // fillProcesses asks who holds memory. If that fails, it is unknown: it does
 // not mean that nobody does.
 func (s *smi) fillProcesses(ctx context.Context, devices []gpu.Device) {
-	text, err := runSMI(ctx, s.path, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits")
+	text, err := s.run(ctx, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits")
+	var failed *smiError
+	if errors.As(err, &failed) && strings.TrimSpace(failed.text) != "" {
+		text, err = failed.text, nil
+	}
 	if err == nil {
 		var byUUID map[string][]gpu.Process
 		if byUUID, err = parseProcesses(text); err == nil {

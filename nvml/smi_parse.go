@@ -30,26 +30,58 @@ type gpuRow struct {
 	total, used, free, reserved gpu.Bytes // -1 if not told
 	utilisation, temperature    int       // -1 if not told
 	power                       float64   // -1 if not told
-	lost, mig, unknownError     bool
+	lost, needsReset            bool
+	mig, unknownError           bool
 	memoryText                  string // what stands in place of the memory, if it is not told
 }
 
-// parseGPUs reads the answer to a question for fields. Lines that are no rows
-// make it an error: half an answer would take GPUs away in silence.
-func parseGPUs(text string, fields []string) ([]gpuRow, error) {
-	var rows []gpuRow
+// maxNoise bounds how many lines that are no rows are kept.
+const maxNoise = 8
+
+// parseGPUs reads the answer to a question for fields. Lines that are no rows, such
+// as warnings, are returned as noise, shortened and bounded; they take nothing from the rows.
+func parseGPUs(text string, fields []string) (rows []gpuRow, noise []string) {
 	for line := range strings.Lines(text) {
 		line = strings.TrimSpace(line)
 		if line == "" {
 			continue
 		}
 		row, err := parseGPU(line, fields)
-		if err != nil {
-			return nil, err
+		if err == nil {
+			rows = append(rows, row)
+		} else if len(noise) < maxNoise {
+			noise = append(noise, firstLine(line))
 		}
-		rows = append(rows, row)
 	}
-	return rows, nil
+	whole := map[int]bool{} // a card that is cut up by MIG stands for its parts, which have its index
+	for _, row := range rows {
+		whole[row.index] = whole[row.index] || !row.isPart()
+	}
+	rows = slices.DeleteFunc(rows, func(row gpuRow) bool { return row.isPart() && whole[row.index] })
+	return rows, noise
+}
+
+// isPart reports whether the row is of a part of a card that MIG has cut up.
+func (r gpuRow) isPart() bool { return strings.HasPrefix(r.uuid, "MIG-") }
+
+// isWarning reports whether a line is a warning that says nothing against the rows beside it.
+func isWarning(line string) bool {
+	lower := strings.ToLower(line)
+	return strings.HasPrefix(lower, "warning") || strings.Contains(lower, "inforom is corrupted")
+}
+
+// about is what the program said of a GPU beside its row: what names its bus, and what names none.
+func about(noise []string, busID string) string {
+	var said []string
+	for _, line := range noise {
+		if named := anyBusID(line); named == "" || strings.EqualFold(named, busID) {
+			said = append(said, line)
+		}
+	}
+	if len(said) == 0 {
+		return ""
+	}
+	return "nvidia-smi says: " + strings.Join(said, "; ")
 }
 
 func parseGPU(line string, fields []string) (gpuRow, error) {
@@ -78,11 +110,15 @@ func parseGPU(line string, fields []string) (gpuRow, error) {
 		lost:  strings.Contains(line, "GPU is lost"),
 		mig:   value("mig.mode.current") == "Enabled",
 	}
+	if row.total < 0 && row.free >= 0 && row.used >= 0 && row.reserved >= 0 {
+		row.total = row.free + row.used + row.reserved
+	}
 	for _, field := range []string{"memory.free", "memory.total"} {
 		if text := value(field); number(text) < 0 {
 			row.memoryText = text
 		}
 	}
+	row.needsReset = strings.Contains(strings.ToLower(row.memoryText), "requires reset")
 	row.unknownError = strings.Contains(row.memoryText, "Unknown Error") || strings.Contains(row.memoryText, "ERR!")
 	return row, nil
 }
@@ -104,6 +140,9 @@ func (r gpuRow) device(meminfo string) gpu.Device {
 	case r.lost:
 		device.Health, device.Reason = gpu.Lost, "GPU is lost: it fell off the bus: reboot, and look at its power and seat"
 		device.Utilisation, device.Temperature, device.Power = -1, -1, -1
+	case r.needsReset:
+		device.Health, device.Reason = gpu.Lost, "the GPU requires a reset: stop what uses it and run nvidia-smi --gpu-reset, or reboot"
+		device.Utilisation, device.Temperature, device.Power = -1, -1, -1
 	case r.mig:
 		device.Reason = "MIG is enabled: the free memory of its parts is not read"
 	case r.total > 0 && free >= 0:
@@ -118,9 +157,11 @@ func (r gpuRow) device(meminfo string) gpu.Device {
 
 // parseProcesses reads lines of UUID, PID, name and MiB. The name is the
 // workload's choice and may hold commas, so the others are split off from both
-// ends.
+// ends. Other lines take nothing from the rows; but if there are only such, and
+// not all are warnings, the list is not known.
 func parseProcesses(text string) (map[string][]gpu.Process, error) {
 	byUUID := map[string][]gpu.Process{}
+	strange := false
 	for line := range strings.Lines(text) {
 		line = strings.TrimSpace(line)
 		if line == "" {
@@ -131,11 +172,15 @@ func parseProcesses(text string) (map[string][]gpu.Process, error) {
 		pid, err := strconv.ParseUint(strings.TrimSpace(pidText), 10, 31)
 		last := strings.LastIndexByte(rest, ',')
 		if err != nil || last < 0 {
-			return nil, errors.New("nvidia-smi's list of processes is not understood")
+			strange = strange || !isWarning(line)
+			continue
 		}
 		used := mebibytes(strings.TrimSpace(rest[last+1:])) // -1 if not told, as on WSL2
 		uuid = strings.TrimSpace(uuid)
 		byUUID[uuid] = append(byUUID[uuid], gpu.Process{PID: int(pid), Name: word(strings.TrimSpace(rest[:last])), Used: used})
+	}
+	if strange && len(byUUID) == 0 {
+		return nil, errors.New("nvidia-smi's list of processes is not understood")
 	}
 	return byUUID, nil
 }

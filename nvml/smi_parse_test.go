@@ -55,6 +55,18 @@ func TestRowsOfNvidiaSMI(t *testing.T) {
 			"0, GPU-g, NVIDIA A100, 00000000:02:00.0, 1000, 300, [N/A], [N/A], 1, 2, 3, Disabled",
 			gpu.Device{UUID: "GPU-g", Name: "NVIDIA A100", Total: 1000 * gpu.MiB, Utilisation: 1, Temperature: 2, Power: 3}, "[N/A]",
 		},
+		"the whole is the sum of its parts": {
+			"0, GPU-g, NVIDIA A100, 00000000:02:00.0, [Insufficient Permissions], 300, 650, 50, 1, 2, 3, Disabled",
+			gpu.Device{UUID: "GPU-g", Name: "NVIDIA A100", Total: 1000 * gpu.MiB, Free: 650 * gpu.MiB, MemoryKnown: true, Utilisation: 1, Temperature: 2, Power: 3}, "",
+		},
+		"needs a reset": {
+			"0, GPU-k, NVIDIA A100, 00000000:02:00.0, [GPU requires reset], [GPU requires reset], [GPU requires reset], [N/A], [GPU requires reset], 40, 60.00, [N/A]",
+			unknown(gpu.Device{UUID: "GPU-k", Name: "NVIDIA A100", Health: gpu.Lost}), "requires a reset",
+		},
+		"one column needs a reset": {
+			"0, GPU-l, NVIDIA A100, 00000000:02:00.0, 1000, 300, 650, 50, [GPU requires reset], 2, [Unknown Error], Disabled",
+			gpu.Device{UUID: "GPU-l", Name: "NVIDIA A100", Total: 1000 * gpu.MiB, Free: 650 * gpu.MiB, MemoryKnown: true, Utilisation: -1, Temperature: 2, Power: -1}, "",
+		},
 		"full is not unknown": {
 			"0, GPU-h, NVIDIA A100, 00000000:02:00.0, 1000, 1000, 0, 0, 100, 2, 3, Disabled",
 			gpu.Device{UUID: "GPU-h", Name: "NVIDIA A100", Total: 1000 * gpu.MiB, MemoryKnown: true, Utilisation: 100, Temperature: 2, Power: 3}, "",
@@ -68,9 +80,9 @@ func TestRowsOfNvidiaSMI(t *testing.T) {
 			unknown(gpu.Device{UUID: "GPU-j", Name: "NVIDIA A100"}), "does not tell",
 		},
 	} {
-		rows, err := parseGPUs(c.line+"\n", gpuFields)
-		if err != nil || len(rows) != 1 {
-			t.Errorf("%s: %v, %v", name, rows, err)
+		rows, noise := parseGPUs(c.line+"\n", gpuFields)
+		if len(noise) != 0 || len(rows) != 1 {
+			t.Errorf("%s: %v, %v", name, rows, noise)
 			continue
 		}
 		if c.want.Health == "" {
@@ -95,14 +107,49 @@ func equal(a, b gpu.Device) bool {
 		a.Utilisation == b.Utilisation && a.Temperature == b.Temperature && a.Power == b.Power
 }
 
-func TestAnswersThatAreNoRowsAreErrors(t *testing.T) {
-	for _, text := range []string{"No devices were found\n", "0, GPU-a\n", row4090 + ", more\n", strings.Replace(row4090, "0,", "x,", 1), row4090 + "\nSegmentation fault\n"} {
-		if rows, err := parseGPUs(text, gpuFields); err == nil {
-			t.Errorf("%q gave %v", text, rows)
+func TestK6_LinesThatAreNoRowsTakeNothingFromTheRows(t *testing.T) {
+	second := strings.NewReplacer("0, GPU-aaaa", "1, GPU-bbbb", ":01:", ":02:").Replace(row4090)
+	for text, want := range map[string]struct{ rows, noise int }{
+		"No devices were found\n":               {0, 1},
+		"0, GPU-a\n":                            {0, 1},
+		row4090 + ", more\n":                    {0, 1},
+		strings.Replace(row4090, "0,", "x,", 1): {0, 1},
+		row4090 + "\nSegmentation fault\n":      {1, 1},
+		"WARNING: infoROM is corrupted at gpu 0000:01:00.0\n\n" + row4090 + "\n  \nwarning: other\n" + second: {2, 2},
+		"\n \n": {0, 0},
+		strings.Repeat("noise "+row4090+"\n", 1000) + row4090: {1, 1000},
+	} {
+		rows, noise := parseGPUs(text, gpuFields)
+		if len(rows) != want.rows || len(noise) != min(want.noise, maxNoise) {
+			t.Errorf("%.80q gave %v and %q", text, rows, noise)
 		}
 	}
-	if rows, err := parseGPUs("\n \n", gpuFields); err != nil || len(rows) != 0 {
-		t.Errorf("nothing: %v, %v", rows, err)
+}
+
+func TestK6_PartsOfACardThatMIGCutUpAreNoCards(t *testing.T) {
+	parent := "0, GPU-i, NVIDIA A100, 00000000:02:00.0, 40960, 5, 40955, 0, [N/A], 30, 50, Enabled"
+	part := "0, MIG-i1, NVIDIA A100 MIG 1g.5gb, 00000000:02:00.0, 4864, 1, 4863, 0, [N/A], [N/A], [N/A], [N/A]"
+	rows, _ := parseGPUs(parent+"\n"+part+"\n"+part+"\n"+row4090[:0], gpuFields)
+	if len(rows) != 1 || rows[0].uuid != "GPU-i" {
+		t.Errorf("%+v", rows)
+	}
+	if rows, _ := parseGPUs(part, gpuFields); len(rows) != 1 {
+		t.Errorf("a part alone, as in a container: %+v", rows)
+	}
+	rows, noise := parseGPUs(parent+"\n  MIG 1g.5gb     Device  0: (UUID: MIG-i1)\n", gpuFields)
+	if len(rows) != 1 || len(noise) != 1 {
+		t.Errorf("%+v, %q", rows, noise)
+	}
+}
+
+func TestK6_WarningsTakeNothingFromTheListOfProcesses(t *testing.T) {
+	const warning = "WARNING: infoROM is corrupted at gpu 0000:01:00.0\n"
+	got, err := parseProcesses(warning + "GPU-a, 5, x, 7\nsome other line\n")
+	if err != nil || len(got["GPU-a"]) != 1 {
+		t.Errorf("%v, %v", got, err)
+	}
+	if got, err := parseProcesses(warning); err != nil || len(got) != 0 {
+		t.Errorf("a warning alone: nobody holds anything: %v, %v", got, err)
 	}
 }
 
@@ -143,6 +190,9 @@ func TestBusIDOfALostGPUIsFoundInTheErrorText(t *testing.T) {
 		"Unable to determine the device handle for GPU 0000:0A:00.0: GPU is lost.  Reboot the system to recover this GPU": "00000000:0A:00.0",
 		"Unable to determine the device handle for GPU0000:81:00.0: Unknown Error":                                        "00000000:81:00.0",
 		"Unable to determine the device handle for GPU 00000001:0a:00.0: Unknown Error":                                   "00000001:0a:00.0",
+		"Unable to determine the device handle for GPU1: 0000:0A:00.0: Unknown Error":                                     "00000000:0A:00.0",
+		"GPU 0000:0A:00.0 has fallen off the bus":                                                                         "00000000:0A:00.0",
+		"WARNING: infoROM is corrupted at gpu 0000:0A:00.0":                                                               "",
 		"GPU 0000:0A:00.0: fine": "", "GPU is lost": "", "": "",
 	} {
 		if got := lostBusID(text); got != want {
@@ -156,12 +206,14 @@ func FuzzParsersOfNvidiaSMI(f *testing.F) {
 		f.Add(seed)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
-		if rows, err := parseGPUs(text, gpuFields); err == nil {
-			for _, row := range rows {
-				if d := row.device(""); d.Total < 0 || d.Free < 0 || d.MemoryKnown && d.Total == 0 || row.index < 0 {
-					t.Fatalf("%q: %+v", text, d)
-				}
+		rows, noise := parseGPUs(text, gpuFields)
+		for _, row := range rows {
+			if d := row.device(""); d.Total < 0 || d.Free < 0 || d.MemoryKnown && d.Total == 0 || row.index < 0 {
+				t.Fatalf("%q: %+v", text, d)
 			}
+		}
+		if len(noise) > maxNoise {
+			t.Fatalf("%q: %d lines of noise", text, len(noise))
 		}
 		if byUUID, err := parseProcesses(text); err == nil {
 			for _, processes := range byUUID {

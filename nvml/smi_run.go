@@ -27,6 +27,12 @@ type smiError struct {
 
 func (e *smiError) Error() string {
 	said := firstLine(e.text)
+	for line := range strings.Lines(e.text) { // the error may stand behind warnings
+		if line = strings.TrimSpace(line); line != "" && !isWarning(line) {
+			said = firstLine(line)
+			break
+		}
+	}
 	advice := ""
 	lower := strings.ToLower(e.text)
 	switch {
@@ -44,6 +50,8 @@ func (e *smiError) Error() string {
 		advice = "this nvidia-smi does not understand the question: its driver is too old"
 	case strings.Contains(lower, "failed to initialize nvml: unknown error"):
 		advice = "in a container, its device cgroup may have been lost: make it anew"
+	case e.code == 14 || strings.Contains(lower, "inforom"):
+		advice = "the card's infoROM is damaged: it can still compute"
 	case e.code == 12:
 		advice = "libnvidia-ml.so.1 is not found: install the driver whole"
 	}
@@ -57,7 +65,7 @@ func (e *smiError) Error() string {
 	return text
 }
 
-// runSMI runs the program once and returns its standard output. The caller has
+// runSMI runs the program once and returns what it printed, its errors last. The caller has
 // the turn.
 func runSMI(ctx context.Context, path string, arguments ...string) (string, error) {
 	command := exec.CommandContext(ctx, path, arguments...)
@@ -77,7 +85,7 @@ func runSMI(ctx context.Context, path string, arguments ...string) (string, erro
 	case stdout.full:
 		return "", fmt.Errorf("nvidia-smi wrote more than %d bytes", outputLimit)
 	}
-	return stdout.String(), nil
+	return stdout.String() + "\n" + stderr.String(), nil
 }
 
 // bounded keeps the first outputLimit bytes and drops the rest, so that a
@@ -100,7 +108,7 @@ func (b *bounded) String() string { return b.kept.String() }
 
 var (
 	fieldPattern = regexp.MustCompile(`Field "([^"]*)" is not a valid field to query`)
-	busIDPattern = regexp.MustCompile(`GPU ?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])`)
+	busIDPattern = regexp.MustCompile(`(?i)\bGPU ?(?:[0-9]+: ?)?([0-9A-F]{4,8}:[0-9A-F]{2}:[0-9A-F]{2}\.[0-9A-F])`)
 )
 
 // unknownField is the field of which an error text says that there is none.
@@ -112,11 +120,19 @@ func unknownField(text string) string {
 }
 
 // lostBusID is the PCI address of the GPU of which an error text says that it
-// is lost or has no handle, in the eight-digit form of the query.
+// can't be opened, in the eight-digit form of the query.
 func lostBusID(text string) string {
-	if !strings.Contains(text, "is lost") && !strings.Contains(text, "Unable to determine the device handle") {
-		return ""
+	lower := strings.ToLower(text)
+	for _, sign := range []string{"is lost", "fallen off the bus", "requires reset", "unable to determine the device handle"} {
+		if strings.Contains(lower, sign) {
+			return anyBusID(text)
+		}
 	}
+	return ""
+}
+
+// anyBusID is the PCI address of the GPU that a text names, in the eight-digit form of the query.
+func anyBusID(text string) string {
 	match := busIDPattern.FindStringSubmatch(text)
 	if match == nil {
 		return ""

@@ -13,6 +13,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 )
@@ -123,11 +124,10 @@ func TestErrorsOfNvidiaSMIAreLostTelemetryWithWhatToDo(t *testing.T) {
 		"echo 'on standard error' >&2; exit 4":                                                                       {"on standard error", "may not use"},
 		"exit 12":                                                                                                    {"status 12", "libnvidia-ml"},
 		"kill -9 $$":                                                                                                 {"status -1"},
-		"echo '0, GPU-a, half a li'":                                                                                 {"columns"},
-		prints(row4090) + "\nexit 15":                                                                                {"status 15"},
-		"true":                                                                                                       {"no GPU"},
-		`echo 'Field "uuid" is not a valid field to query.'; exit 2`:                                                 {"valid field", "too old"},
-		"echo 'Unable to determine the device handle for GPU 0000:0A:00.0: GPU is lost.'; exit 15":                  {"GPU is lost"},
+		"echo '0, GPU-a, half a li'":                                                                                 {"half a li", "no GPU"},
+		"echo 'WARNING: infoROM is corrupted at gpu 0000:01:00.0'; echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18": {"mismatch", "status 18", "reboot"},
+		"true": {"no GPU"},
+		`echo 'Field "uuid" is not a valid field to query.'; exit 2`:                                                {"valid field", "too old"},
 		prints(strings.NewReplacer("24564, 912, 23226", "[Unknown Error], ERR!, [Unknown Error]").Replace(row4090)): {"no GPU answers", "Unknown Error"},
 	} {
 		s := newFake(t, script, "").open(NvidiaSMI{})
@@ -299,5 +299,114 @@ func TestNvidiaSMICaddyfile(t *testing.T) {
 	}
 	if err := (&NvidiaSMI{Interval: -1, Timeout: -1}).Validate(); err == nil || !strings.Contains(err.Error(), "interval") || !strings.Contains(err.Error(), "timeout") {
 		t.Errorf("%v", err)
+	}
+}
+
+const warning = "WARNING: infoROM is corrupted at gpu 0000:01:00.0"
+
+func TestK6_RowsCountWhateverStandsAroundThem(t *testing.T) {
+	second := strings.NewReplacer("0, GPU-aaaa", "1, GPU-bbbb", ":01:", ":02:").Replace(row4090)
+	for name, script := range map[string]string{
+		"warning before":          prints(warning, row4090, second),
+		"warning between, blanks": prints("", row4090, warning, "", second, " "),
+		"on standard error":       "echo '" + warning + "' >&2\n" + prints(row4090, second),
+		"exit 14":                 prints(row4090, second) + "\necho '" + warning + "'; exit 14",
+		"exit 14 without a word":  prints(row4090, second) + "\nexit 14",
+		"exit 255":                prints(row4090, second) + "\necho 'something else'; exit 255",
+	} {
+		d := lookSMI(t, newFake(t, script, prints(warning, "GPU-bbbb, 5, ollama, 4096")+"\nexit 14").open(NvidiaSMI{}))
+		if len(d) != 2 {
+			t.Fatalf("%s: %+v", name, d)
+		}
+		for i := range d {
+			if g := d[i]; g.Health != gpu.Healthy || !g.MemoryKnown || g.Free != 23226*gpu.MiB || !g.ProcessesKnown || len(g.Processes) != i {
+				t.Errorf("%s: %+v", name, g)
+			}
+		}
+		if d[0].Reason == "" {
+			t.Errorf("%s: nothing is told", name)
+		}
+		if strings.Contains(d[0].Reason, "infoROM is corrupted at") && d[1].Reason != "" {
+			t.Errorf("%s: GPU 1 is blamed for GPU 0: %q", name, d[1].Reason)
+		}
+	}
+}
+
+func TestK6_WhatIsPrintedBesideRowsIsLoggedOnce(t *testing.T) {
+	core, logs := observer.New(zap.WarnLevel)
+	f := newFake(t, prints(row4090, warning), "")
+	config := NvidiaSMI{Path: f.path}
+	s, err := config.Open(context.Background(), zap.New(core))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		lookSMI(t, s)
+	}
+	if logs.Len() != 1 || !strings.Contains(logs.All()[0].ContextMap()["printed"].(string), "infoROM") {
+		t.Errorf("%+v", logs.All())
+	}
+}
+
+func TestK6_OneDeadCardOfTwoIsLostFromTheFirstLookOnAndComesBack(t *testing.T) {
+	const handle = "Unable to determine the device handle for GPU 0000:0A:00.0: Unknown Error"
+	first := strings.NewReplacer("0, GPU-aaaa", "INDEX, GPU-aaaa").Replace(row4090)
+	second := "INDEX, GPU-bbbb, NVIDIA RTX A6000, 00000000:0A:00.0, 49140, 10, 48680, 450, 0, 36, 4.20, [N/A]"
+	at := func(row, index string) string { return strings.Replace(row, "INDEX", index, 1) }
+	for name, c := range map[string]struct{ script, alive, dead string }{
+		"the first, and nothing after it is printed": {`case "$*" in
+*--id=1*|*--id=GPU-aaaa*) ` + prints(at(first, "1")) + `
+exit 0 ;;
+*--id=0*|*query-gpu*noheader,nounits) echo '` + handle + `'; exit 255 ;;
+esac
+echo 'No devices were found'; exit 6`, at(first, "1"), at(second, "0")},
+		"the second, after the row of the first": {prints(at(first, "0")) + "\necho '" + handle + "'; exit 255", at(first, "0"), at(second, "1")},
+		"the second, and the run succeeds":       {prints(at(first, "0"), handle), at(first, "0"), at(second, "1")},
+	} {
+		f := newFake(t, c.script, "")
+		s := f.open(NvidiaSMI{})
+		for range 2 {
+			d := lookSMI(t, s)
+			if len(d) != 2 {
+				t.Fatalf("%s: %+v", name, d)
+			}
+			for _, g := range d {
+				if alive := g.UUID == "GPU-aaaa"; alive != (g.Health == gpu.Healthy) || alive != g.MemoryKnown || !alive && !strings.Contains(g.Reason, "Unable") {
+					t.Errorf("%s: %+v", name, g)
+				}
+			}
+		}
+		f.does(prints(c.alive, c.dead), "")
+		d := lookSMI(t, s)
+		if len(d) != 2 || d[0].Health != gpu.Healthy || d[1].Health != gpu.Healthy {
+			t.Errorf("%s: after it came back: %+v", name, d)
+		}
+	}
+}
+
+func TestK6_TheOnlyCardThatCannotBeOpenedIsLostAndNotNothing(t *testing.T) {
+	f := newFake(t, "echo 'Unable to determine the device handle for GPU 0000:0A:00.0: GPU is lost.'; exit 15", "")
+	s := f.open(NvidiaSMI{})
+	for range 2 {
+		if d := lookSMI(t, s); len(d) != 1 || d[0].Health != gpu.Lost || !strings.Contains(d[0].Reason, "GPU is lost") {
+			t.Errorf("%+v", d)
+		}
+	}
+	f.does(prints(row4090), "")
+	if d := lookSMI(t, s); len(d) != 1 || d[0].Health != gpu.Healthy || d[0].UUID != "GPU-aaaa" {
+		t.Errorf("after it came back: %+v", d)
+	}
+}
+
+func TestK6_EachRunHasTheWholeTimeout(t *testing.T) {
+	const slow = "sleep 0.6\n"
+	s := newFake(t, slow+prints(row4090), slow+prints("GPU-aaaa, 5, ollama, 4096")).open(NvidiaSMI{Timeout: caddy.Duration(time.Second)})
+	d := lookSMI(t, s)
+	if len(d) != 1 || !d[0].MemoryKnown || len(d[0].Processes) != 1 {
+		t.Errorf("two runs of 0.6s each within a timeout of 1s: %+v", d)
+	}
+	s.timeout = 200 * time.Millisecond
+	if _, err := s.Sample(context.Background(), gpu.Memory); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a run of 0.6s within a timeout of 0.2s: %v", err)
 	}
 }

@@ -97,7 +97,7 @@ func TestExplainSaysWhyARequestWouldBeRefused(t *testing.T) {
 		{"nobody", UnknownConsumer, "there is no consumer"},
 		{"off", NotRunning, "switched off"},
 		{"huge", NeverFits, "can never fit"},
-		{"lost", GPULost, "no such GPU"},
+		{"lost", GPULost, "there is GPU 0 only"},
 		{"sick", Unhealthy, "status 500"},
 		{"t", VRAMExhausted, "v holds 9.77GiB and is protected by no_evict; it would be refused after 10s"},
 	} {

@@ -3,6 +3,7 @@ package scheduler
 import (
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -100,14 +101,30 @@ func (s *State) refusesSlot(sl *slot) *Refusal {
 		c := s.card(h.card)
 		switch {
 		case c == nil:
-			return &Refusal{Code: GPULost, RetryAfter: 30 * time.Second,
-				Message: fmt.Sprintf("consumer %q wants GPU %d, and no such GPU is known: %s", sl.cfg.Name, h.card, orElse(s.blind, "the driver does not list it"))}
+			return &Refusal{Code: GPULost, RetryAfter: 30 * time.Second, Message: fmt.Sprintf("consumer %q wants GPU %d, and %s", sl.cfg.Name, h.card, s.knownGPUs())}
 		case c.Lost:
 			return &Refusal{Code: GPULost, RetryAfter: 30 * time.Second,
 				Message: fmt.Sprintf("GPU %d of consumer %q is lost: %s", h.card, sl.cfg.Name, c.Reason)}
 		}
 	}
 	return nil
+}
+
+// knownGPUs says which GPUs there are.
+func (s *State) knownGPUs() string {
+	if len(s.gpus) == 0 {
+		return "no GPU is known: " + orElse(s.blind, "the driver lists none") + withoutTelemetry
+	}
+	var there []string
+	for _, c := range s.gpus {
+		if text := fmt.Sprintf("GPU %d", c.Index); !slices.Contains(there, text) {
+			there = append(there, text)
+		}
+	}
+	if len(there) == 1 {
+		return fmt.Sprintf("there is %s only", there[0])
+	}
+	return fmt.Sprintf("there are %s and %s only", strings.Join(there[:len(there)-1], ", "), there[len(there)-1])
 }
 
 // open says whether a job of the slot could run now, were the lock free.

@@ -209,15 +209,11 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 func (s *State) sample(now time.Time, e Sampled) {
 	s.sampled, s.blind = true, e.Lost
 	if e.First && e.Lost == "" {
-		s.gpus = slices.DeleteFunc(s.gpus, func(c *card) bool {
-			return !slices.ContainsFunc(e.Devices, func(d Device) bool { return d.UUID == c.UUID })
-		})
+		s.gpus = slices.DeleteFunc(s.gpus, func(c *card) bool { return !e.lists(c.UUID) })
 	}
 	if e.Lost != "" {
 		for _, c := range s.gpus { // telemetry is gone, the GPUs are not: book-keeping goes on
-			if c.Known {
-				s.decide(Decision{At: now, Kind: "telemetry_lost", GPU: c.Index, Reason: e.Lost})
-			}
+			s.readable(now, c, false, e.Lost)
 			c.Known, c.Reason = false, e.Lost
 		}
 	}
@@ -225,18 +221,29 @@ func (s *State) sample(now time.Time, e Sampled) {
 	for _, d := range e.Devices {
 		c := s.cardOf(d.UUID)
 		if c == nil {
+			c = s.successor(&e, d.Index)
+		}
+		if c == nil {
 			c = &card{Device: Device{UUID: d.UUID, Index: d.Index}}
 			s.gpus = append(s.gpus, c)
 		}
+		if d.Total == 0 { // what was read before still holds
+			d.Total = c.Total
+		}
+		if d.Total == 0 { // unknown is not zero: nothing fits on it now, and everything may later
+			d.Known = false
+			if !d.Lost {
+				d.Lost, d.Reason = true, "how much memory it has is not known: "+orElse(d.Reason, "the driver does not say")+withoutTelemetry
+			}
+		}
 		changed = changed || c.Total != d.Total
 		if d.Lost != c.Lost {
-			s.decide(Decision{At: now, Kind: "gpu_" + map[bool]string{true: "lost", false: "back"}[d.Lost], GPU: d.Index, Reason: d.Reason})
+			s.decide(Decision{At: now, Kind: "gpu_" + map[bool]string{true: "lost", false: "back"}[d.Lost], GPU: d.Index, Reason: orElse(d.Reason, "it answers again")})
+		} else if !d.Lost && !c.seenAt.IsZero() {
+			s.readable(now, c, d.Known, d.Reason)
 		}
 		if d.Outsiders == nil {
 			d.Outsiders = c.Outsiders
-		}
-		if d.Lost && d.Total == 0 {
-			d.Total = c.Total
 		}
 		c.Device, c.seenAt = d, e.At
 		s.follow(c)
@@ -248,6 +255,35 @@ func (s *State) sample(now time.Time, e Sampled) {
 	if s.waiting > 0 || s.unsettled() || s.lending || len(s.cfg.Restore) > 0 { // a lent GPU may have another index, one that is idle more memory
 		s.pump(now)
 	}
+}
+
+// withoutTelemetry ends messages about GPUs of which too little is known.
+const withoutTelemetry = "; to serve by configured sizes meanwhile, write for example: gpu auto { fallback 24GiB }"
+
+// readable records that the memory of a GPU can't be read any more, or can again.
+func (s *State) readable(now time.Time, c *card, known bool, reason string) {
+	switch {
+	case c.Known && !known:
+		s.decide(Decision{At: now, Kind: "telemetry_lost", GPU: c.Index, Reason: reason})
+	case !c.Known && known:
+		s.decide(Decision{At: now, Kind: "telemetry_back", GPU: c.Index, Reason: "its memory can be read again"})
+	}
+}
+
+// successor returns the card that a reading lists under another identity, by its
+// index; nil if there is none. A GPU that did not answer, or was only declared, gets its UUID later.
+func (s *State) successor(e *Sampled, index int) *card {
+	for _, c := range s.gpus {
+		if c.Index == index && !e.lists(c.UUID) {
+			return c
+		}
+	}
+	return nil
+}
+
+// lists reports whether a reading has a GPU.
+func (e *Sampled) lists(uuid string) bool {
+	return slices.ContainsFunc(e.Devices, func(d Device) bool { return d.UUID == uuid })
 }
 
 func (s *State) cardOf(uuid string) *card {

@@ -426,12 +426,17 @@ func (s *State) cards(sl *slot, f func(c *card, h *holding)) (ok bool) {
 }
 
 func (s *State) card(index int) *card {
+	var lost *card
 	for _, c := range s.gpus {
-		if c.Index == index {
+		switch {
+		case c.Index != index:
+		case c.Lost:
+			lost = c // the driver may have given its index to another
+		default:
 			return c
 		}
 	}
-	return nil
+	return lost
 }
 
 // hold is the slot's part in the account of a GPU; nil if it is not on it.

@@ -72,12 +72,14 @@ func FromConfig(b *config.Broker, a Assumptions) (*World, error) {
 // declaredGPUs are the GPUs of a configuration that declares them itself.
 func declaredGPUs(raw json.RawMessage) ([]gpu.Bytes, error) {
 	var sampler struct {
-		Driver string      `json:"driver"`
-		Totals []gpu.Bytes `json:"totals"`
+		Driver   string      `json:"driver"`
+		Totals   []gpu.Bytes `json:"totals"`
+		Fallback []gpu.Bytes `json:"fallback"`
 	}
 	if err := json.Unmarshal(raw, &sampler); err != nil {
 		return nil, fmt.Errorf("gpu: %w", err)
 	}
+	sampler.Totals = append(sampler.Totals, sampler.Fallback...)
 	if len(sampler.Totals) == 0 {
 		return nil, fmt.Errorf("the configuration says gpu %s, which does not tell how much memory there is: give --gpu 24GiB, once for each GPU", sampler.Driver)
 	}

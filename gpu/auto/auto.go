@@ -8,7 +8,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
@@ -19,17 +18,18 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/nvml"
 )
 
-// attemptTimeout bounds one attempt: sleeping GPUs need seconds to wake, and a
-// sick one may never answer.
-const attemptTimeout = 20 * time.Second
-
 func init() { caddy.RegisterModule(Auto{}) }
 
 // Auto takes the first way of reading the GPUs that works: `nvml`, then `nvidia_smi`,
 // then `amdgpu`, the last only where there is no NVIDIA card. Status and log say which
-// it is, and why the others are not. If none works, the log says why, requests get 503
-// gpu_lost, and it is tried again every 10 seconds.
+// it is, and why the others are not. If none works, it is tried again every 10 seconds;
+// meanwhile the sizes of `fallback` count, and without them requests get 503 gpu_lost.
 type Auto struct {
+	// How much memory each GPU has, one size for each: for as long as no GPU can be read, and for
+	// one whose size the driver does not tell. The broker then counts with configured sizes, and
+	// memory that other programs take goes unnoticed. Default: none.
+	Fallback []gpu.Bytes `json:"fallback,omitempty"`
+
 	attempts []attempt // for tests; nil: those of this machine
 }
 
@@ -48,17 +48,64 @@ func (Auto) CaddyModule() caddy.ModuleInfo {
 
 // UnmarshalCaddyfile reads
 //
-//	auto
-func (*Auto) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
+//	auto {
+//		fallback SIZE...
+//	}
+func (a *Auto) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	d.Next() // the module's name
-	if d.NextArg() || d.NextBlock(0) {
-		return d.Errf("auto: unexpected %q: auto has no options; name nvml, nvidia_smi or amdgpu to give some", d.Val())
+	if d.NextArg() {
+		return d.Errf("auto: unexpected %q: the size of a GPU that can't be read goes into a block, as in auto { fallback 24GiB }", d.Val())
+	}
+	for d.NextBlock(0) {
+		if d.Val() != "fallback" {
+			return d.Errf("auto: unknown option %q: there is fallback; name nvml, nvidia_smi or amdgpu to give others", d.Val())
+		}
+		if len(a.Fallback) > 0 {
+			return d.Err("auto: fallback is given twice")
+		}
+		for d.NextArg() {
+			size, err := gpu.ParseBytes(d.Val())
+			if err != nil {
+				return d.WrapErr(err)
+			}
+			a.Fallback = append(a.Fallback, size)
+		}
+		if len(a.Fallback) == 0 {
+			return d.Err("auto: fallback has no size: write one for each GPU, for example fallback 24GiB")
+		}
 	}
 	return nil
 }
 
+// Validate checks the configuration.
+func (a *Auto) Validate() error {
+	var faults []error
+	for i, total := range a.Fallback {
+		if total <= 0 {
+			faults = append(faults, fmt.Errorf("gpu auto: fallback: GPU %d has no memory: its size must be above zero", i))
+		}
+	}
+	return errors.Join(faults...)
+}
+
 // Open takes a real look by each way in turn, and the first that brings GPUs.
+// It fails if there is none, unless there is a fallback.
 func (a *Auto) Open(ctx context.Context, logger *zap.Logger) (gpu.Sampler, error) {
+	if err := a.Validate(); err != nil {
+		return nil, err
+	}
+	found, err := a.choose(ctx, logger)
+	switch {
+	case len(a.Fallback) == 0 || err != nil && ctx.Err() != nil:
+		return found, err
+	case err != nil:
+		logger.Warn("no GPU can be read: the sizes of fallback count until one can", zap.Error(err), zap.Duration("tried again in", retry))
+	}
+	return newFallback(ctx, a, logger, found, err), nil
+}
+
+// choose opens the first way that works.
+func (a *Auto) choose(ctx context.Context, logger *zap.Logger) (gpu.Sampler, error) {
 	attempts := a.attempts
 	if attempts == nil {
 		attempts = []attempt{
@@ -83,17 +130,15 @@ func (a *Auto) Open(ctx context.Context, logger *zap.Logger) (gpu.Sampler, error
 		}
 		faults = append(faults, err)
 	}
-	return nil, fmt.Errorf("gpu auto: no way to read the GPUs works: %s; to go without, declare what there is, for example: gpu static 24GiB", oneLine(errors.Join(faults...)))
+	return nil, fmt.Errorf("gpu auto: no way to read the GPUs works: %s", oneLine(errors.Join(faults...)))
 }
 
-// try opens a sampler and keeps it if one look at the GPUs succeeds.
+// try opens a sampler and keeps it if one look at the GPUs succeeds. How long a look may take is the sampler's own affair.
 func try(ctx context.Context, guest gpu.Guest, logger *zap.Logger) (_ gpu.Sampler, err error) {
-	sampler, err := guest.Open(ctx, logger) // it may live on ctx, so that has no limit here
+	sampler, err := guest.Open(ctx, logger)
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
-	defer cancel()
 	sample, err := sampler.Sample(ctx, gpu.Memory)
 	if err == nil && len(sample.Devices) == 0 {
 		err = errors.New("gpu " + sampler.Name() + ": it lists no GPU")
@@ -143,5 +188,6 @@ func (c chosen) Why() string { return c.why }
 
 var (
 	_ gpu.Guest             = (*Auto)(nil)
+	_ caddy.Validator       = (*Auto)(nil)
 	_ caddyfile.Unmarshaler = (*Auto)(nil)
 )

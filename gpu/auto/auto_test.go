@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
@@ -79,12 +80,12 @@ func TestFirstWayThatReallyWorksServes(t *testing.T) {
 	}
 }
 
-func TestWithoutAWorkingWayEachAttemptIsNamedAndTheRemedyToo(t *testing.T) {
+func TestWithoutAWorkingWayEachAttemptIsNamed(t *testing.T) {
 	_, err := openAll(context.Background(), &way{name: "a", openErr: errors.New("no library")}, &way{name: "b", lookErr: errors.New("no driver")})
 	if err == nil {
 		t.Fatal("no error")
 	}
-	for _, part := range []string{"no library", "no driver", "gpu static 24GiB"} {
+	for _, part := range []string{"no library", "no driver"} {
 		if !strings.Contains(err.Error(), part) {
 			t.Errorf("%q does not say %q", err, part)
 		}
@@ -165,12 +166,95 @@ func TestAMDServesOnlyWithoutAnNVIDIACard(t *testing.T) {
 }
 
 func TestCaddyfile(t *testing.T) {
-	for text, good := range map[string]bool{"gpu auto": true, "gpu auto 24GiB": false, "gpu auto {\n path x\n}": false} {
+	for text, good := range map[string]bool{
+		"gpu auto": true, "gpu auto {\n fallback 24GiB\n}": true, "gpu auto {\n fallback 24GiB 16GiB\n}": true,
+		"gpu auto 24GiB": false, "gpu auto {\n path x\n}": false, "gpu auto {\n fallback\n}": false, "gpu auto {\n fallback much\n}": false,
+		"gpu auto {\n fallback 24GiB\n fallback 16GiB\n}": false,
+	} {
 		d := caddyfile.NewTestDispenser(text)
 		d.Next()
 		d.Next()
 		if _, err := caddyfile.UnmarshalModule(d, "gpu_broker.samplers.auto"); (err == nil) != good {
 			t.Errorf("%q: %v", text, err)
 		}
+	}
+}
+
+func TestN5_DeclaredSizesServeUntilTheGPUsCanBeRead(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &way{name: "w", openErr: errors.New("no driver")}
+		a := Auto{attempts: []attempt{{"w", w}}, Fallback: []gpu.Bytes{24 * gpu.GiB, 16 * gpu.GiB}}
+		s, err := a.Open(t.Context(), zap.NewNop())
+		if err != nil {
+			t.Fatal(err)
+		}
+		look := func() []gpu.Device {
+			t.Helper()
+			sample, err := s.Sample(t.Context(), gpu.Full)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return sample.Devices
+		}
+		d := look()
+		if len(d) != 2 || d[0].Total != 24*gpu.GiB || d[1].Total != 16*gpu.GiB || d[0].UUID == d[1].UUID {
+			t.Fatalf("%+v", d)
+		}
+		for _, g := range d {
+			if g.Health != gpu.Healthy || g.MemoryKnown || !strings.Contains(g.Reason, "no driver") {
+				t.Errorf("%+v", g)
+			}
+		}
+		if s.Name() != "fallback" || !strings.Contains(s.Why(), "no driver") {
+			t.Errorf("%s: %s", s.Name(), s.Why())
+		}
+
+		w.openErr, w.devices = nil, one
+		if look(); w.opened != 0 {
+			t.Error("it is tried again at once")
+		}
+		time.Sleep(retry)
+		if d := look(); len(d) != 1 || d[0].UUID != "GPU-a" || s.Name() != "w" || s.MinInterval() != w.MinInterval() {
+			t.Errorf("%s: %+v", s.Name(), d)
+		}
+		w.lookErr = errors.New("driver gone")
+		if _, err := s.Sample(t.Context(), gpu.Full); err == nil {
+			t.Error("telemetry that fails later is an error: the GPUs are known")
+		}
+		if err := s.Close(); err != nil || w.closed != 1 {
+			t.Errorf("%v, closed %d", err, w.closed)
+		}
+	})
+}
+
+func TestK6_AnUnknownSizeIsTheDeclaredOne(t *testing.T) {
+	w := &way{name: "w", devices: []gpu.Device{
+		{UUID: "GPU-a", Health: gpu.Healthy, Reason: "not permitted"},
+		{UUID: "GPU-b", Index: 1, Health: gpu.Lost, Reason: "needs a reset"},
+		{UUID: "GPU-c", Index: 2, Health: gpu.Healthy, Total: gpu.GiB, MemoryKnown: true},
+		{UUID: "GPU-d", Index: 3, Health: gpu.Healthy},
+	}}
+	a := Auto{attempts: []attempt{{"w", w}}, Fallback: []gpu.Bytes{24 * gpu.GiB, 16 * gpu.GiB, 8 * gpu.GiB}}
+	s, err := a.Open(t.Context(), zap.NewNop())
+	if err != nil {
+		t.Fatal(err)
+	}
+	sample, err := s.Sample(t.Context(), gpu.Full)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []gpu.Bytes{24 * gpu.GiB, 0, gpu.GiB, 0} {
+		if d := sample.Devices[i]; d.Total != want || d.MemoryKnown != (i == 2) {
+			t.Errorf("%+v", d)
+		}
+	}
+	if r := sample.Devices[0].Reason; !strings.Contains(r, "not permitted") || !strings.Contains(r, "declares") {
+		t.Errorf("%q", r)
+	}
+}
+
+func TestFallbackSizesMustBeAboveZero(t *testing.T) {
+	if (&Auto{Fallback: []gpu.Bytes{gpu.GiB, 0}}).Validate() == nil || (&Auto{Fallback: []gpu.Bytes{gpu.GiB}}).Validate() != nil {
+		t.Error("sizes are not checked")
 	}
 }

@@ -24,6 +24,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu/amdgpu"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu/auto"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu/simulated"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu/static"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
@@ -56,6 +57,7 @@ var documented = map[string]reflect.Type{
 	"httplife.Route":      reflect.TypeFor[httplife.Route](),
 	"httplife.ForEach":    reflect.TypeFor[httplife.ForEach](),
 	"httplife.JobRoute":   reflect.TypeFor[httplife.JobRoute](),
+	"auto.Auto":           reflect.TypeFor[auto.Auto](),
 	"nvml.NVML":           reflect.TypeFor[nvml.NVML](),
 	"nvml.NvidiaSMI":      reflect.TypeFor[nvml.NvidiaSMI](),
 	"amdgpu.AMDGPU":       reflect.TypeFor[amdgpu.AMDGPU](),
