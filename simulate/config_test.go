@@ -26,7 +26,7 @@ const site = `{
 	"consumers": [
 		{"name": "a", "alias": ["llama3:8b"], "upstream": "127.0.0.1:1", "vram": "9GiB", "gpu": 1, "concurrency": 4, "reserved_interactive": 1, "lock": "none",
 			"can_coexist_with": ["c"], "conflicts_with": ["b"], "pin": true, "no_evict": true, "vram_managed": true, "priority": 20,
-			"keep_alive": "1m", "idle_timeout": "3m", "switch_cost": "30s", "max_run": "1h"},
+			"keep_alive": "1m", "idle_timeout": "3m", "switch_cost": "30s", "max_run": "1h", "stops_when_left": "off"},
 		{"name": "b", "upstream": "127.0.0.1:2", "vram": "2GiB", "enabled": "off"},
 		{"name": "c", "upstream": "example.com:443", "cloud": true}
 	]
