@@ -36,7 +36,7 @@ func (s *State) fall(now time.Time, sl *slot, detail string, clean bool) {
 		cool := backoff(sl.deaths - 1)
 		sl.coolUntil = now.Add(cool)
 		s.refuseAll(now, sl, &Refusal{Code: LoadFailed, RetryAfter: cool, Message: fmt.Sprintf(
-			"the server of consumer %q has died %d times in a row, the last time after %s: %s; it is started again in %s at the earliest", sl.cfg.Name, sl.deaths, lived.Round(time.Millisecond), detail, cool)})
+			"the server of consumer %q has died %d times in a row, the last time after %s: %s; it is started again in %s at the earliest", sl.cfg.Name, sl.deaths, Rounded(lived), detail, Rounded(cool))})
 		return
 	}
 	if sl.reviving && s.mayLoadUnasked(sl) && s.mayMove(sl) && s.booksAllow(sl) { // at once, so that nobody takes its memory

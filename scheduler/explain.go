@@ -163,11 +163,11 @@ func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 	if could := s.choose(t, func(v *slot) bool { return s.permitted(t, v) }); could != nil {
 		out.Victims = slotNames(could)
 		out.Reason = fmt.Sprintf("it needs %s, %s is available: it would wait until it may take the memory of %s, at the latest when it has waited for %s and they have served what came before",
-			out.Need, out.Avail, names(could), s.bound(t))
+			out.Need, out.Avail, names(could), Rounded(s.bound(t)))
 		return
 	}
 	out.Outcome, out.Code = "refused", VRAMExhausted
-	out.Reason = fmt.Sprintf("it needs %s, %s is available, and nothing that may be unloaded would bring enough: %s; it would be refused after %s", out.Need, out.Avail, s.inTheWay(t), s.cfg.OutsiderWait)
+	out.Reason = fmt.Sprintf("it needs %s, %s is available, and nothing that may be unloaded would bring enough: %s; it would be refused after %s", out.Need, out.Avail, s.inTheWay(t), Rounded(s.cfg.OutsiderWait))
 }
 
 // reserver is an overdue target that is planned before t and keeps memory from it; nil: none does.

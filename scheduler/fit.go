@@ -272,7 +272,14 @@ func (s *State) inTheWay(t *slot) string {
 			switch p := s.protects(t, v); {
 			case e.booked() == 0:
 			case v.state == Idle:
-				parts = append(parts, fmt.Sprintf("%s has not given back %s", v.cfg.Name, h.residue))
+				part := fmt.Sprintf("%s has not given back %s", v.cfg.Name, h.residue)
+				if h.guessed {
+					part += " since a load of it failed, unless a program holds that which was started meanwhile"
+					if len(c.Outsiders) > 0 && l.Outsiders == 0 {
+						part += " (on the GPU run: " + strings.Join(c.Outsiders, ", ") + ")"
+					}
+				}
+				parts = append(parts, part)
 			case p != "":
 				parts = append(parts, fmt.Sprintf("%s holds %s and is protected by %s", v.cfg.Name, h.booking, p))
 			}

@@ -99,7 +99,7 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 		return
 	case s.due(now, v.gate.since.Add(max(s.cfg.DrainTimeout, v.cfg.MaxRun))): // with max_run its jobs are over by then
 		v.retryAt = now.Add(drainRetry)
-		s.reopen(now, v, fmt.Sprintf("its work did not end within drain_timeout %s", s.cfg.DrainTimeout))
+		s.reopen(now, v, fmt.Sprintf("its work did not end within drain_timeout %s", Rounded(max(s.cfg.DrainTimeout, v.cfg.MaxRun))))
 		return
 	case t != nil && s.protects(t, v) != "": // by a configuration that came meanwhile
 		s.reopen(now, v, fmt.Sprintf("it is protected from %s by %s", t.cfg.Name, s.protects(t, v)))
@@ -150,7 +150,7 @@ func (s *State) stopNow(now time.Time, v *slot) {
 	case v.state == Idle:
 		why = "memory is short, and the server may hold some that the broker did not see it take"
 	case st.idle:
-		why = fmt.Sprintf("nobody has used it for %s", now.Sub(v.idleAt).Round(time.Millisecond))
+		why = fmt.Sprintf("nobody has used it for %s", Rounded(now.Sub(v.idleAt)))
 	case v.gate.lent:
 		why = "its GPU is lent"
 	case v.gone && st.target == nil:
@@ -232,7 +232,8 @@ func (s *State) unloadFailed(now time.Time, v *slot, why string) {
 
 // settle waits for the memory of an unloaded slot (accounting §4).
 func (s *State) settle(now time.Time, v *slot) {
-	known, looked, done, early := true, true, true, v.stop.confirmed
+	known, looked, done, early, absent := true, true, true, v.stop.confirmed, v.stop.confirmed
+	gone, large := true, false
 	for i, h := range v.on {
 		c := s.card(h.card)
 		if c == nil || !c.Known {
@@ -246,6 +247,9 @@ func (s *State) settle(now time.Time, v *slot) {
 			v.stop.best, v.stop.lastRise = rise, c.seenAt
 		}
 		done = done && rise >= v.stop.seen[i]-s.knownResidue(v, h)
+		absent = absent && rise <= s.cushion(c) && s.absent(v, i, c)
+		gone = gone && rise <= 0 && v.stop.seen[i] == 0  // as measured
+		large = large || v.stop.seen[i] > 2*s.cushion(c) // else what is there can't be told from nothing
 		// Only a look can tell that nothing rises any more, the mere passing of time can't.
 		early = early && 2*rise >= min(v.stop.seen[i], v.stop.used[i]) && !c.seenAt.Before(v.stop.lastRise.Add(quiet))
 	}
@@ -255,6 +259,9 @@ func (s *State) settle(now time.Time, v *slot) {
 			return
 		}
 	case looked && done:
+		v.stop.absent = gone && v.stop.from == Ready
+	case looked && absent && large:
+		v.stop.absent = true
 	case looked && t != nil && t.queue.count > 0 && t.cold() && s.fitsAfter(t, v):
 	case early:
 	case s.due(now, v.stop.at.Add(s.cfg.EvictWait)):
@@ -262,6 +269,19 @@ func (s *State) settle(now time.Time, v *slot) {
 		return
 	}
 	s.stopped(now, v)
+}
+
+// absent reports whether nothing of a slot's memory is left on a GPU, as far as others and outsiders from before its load explain what is used.
+func (s *State) absent(v *slot, i int, c *card) bool {
+	h := v.on[i]
+	l, at := s.ledger(c, v)
+	rest := l.Used - max(v.stop.out[i], h.loadOut)
+	for k, seen := range l.Seen {
+		if k != at {
+			rest -= seen
+		}
+	}
+	return rest <= s.knownResidue(v, h)+s.cushion(c)
 }
 
 // knownResidue is what stays behind after an unload, as far as was seen before.
@@ -296,6 +316,7 @@ func (s *State) residueNow(v *slot, i int, c *card) gpu.Bytes {
 // stopped ends an unload: what didn't come back is booked to the slot as its residue.
 func (s *State) stopped(now time.Time, v *slot) {
 	var gave, kept, base, footprint gpu.Bytes
+	known := true
 	for i, h := range v.on {
 		c := s.card(h.card)
 		if c == nil {
@@ -311,16 +332,17 @@ func (s *State) stopped(now time.Time, v *slot) {
 		h.peak = 0
 		h.base, h.baseFree, h.baseOut, h.frozen = h.residue, c.Free, v.stop.out[i], false
 		h.booking, h.drop, h.hasMeas = 0, 0, false // what was measured may be older than the unload
-		gave += v.stop.seen[i] - h.residue
 		kept += max(0, h.residue-before)
-		base += v.stop.seen[i]
+		base += min(v.stop.seen[i], v.stop.used[i])
+		gave += clamp(c.Free-v.stop.free[i], 0, v.stop.seen[i]+v.stop.out[i])
+		known = known && c.Known
 		h.known = h.residue
 	}
 	t := v.stop.target
 	v.stopCost.add(now.Sub(v.stop.began))
 	v.unloadBad = 0
 	d := Decision{At: now, Kind: "unloaded", Slot: v.cfg.Name, Target: name(t), GPU: v.gpu(), Took: now.Sub(v.stop.began).Seconds(),
-		Reason: fmt.Sprintf("gave back %s of %s", gave, base)}
+		Reason: gaveBack(gave, base, known, v.stop.absent)}
 	switch {
 	case t != nil:
 		d.Kind = "evicted"
@@ -331,7 +353,7 @@ func (s *State) stopped(now time.Time, v *slot) {
 			t.want.victim = nil
 		}
 		if 2*kept > base {
-			t.want.tries = append(t.want.tries, fmt.Sprintf("%s: gave back %s of %s", v.cfg.Name, gave, base))
+			t.want.tries = append(t.want.tries, v.cfg.Name+": "+d.Reason)
 		}
 	case v.stop.idle:
 		v.evicted = false
@@ -347,12 +369,25 @@ func (s *State) stopped(now time.Time, v *slot) {
 	s.decide(d)
 }
 
+// gaveBack says what came back of what a slot was seen to hold.
+func gaveBack(gave, held gpu.Bytes, known, absent bool) string {
+	switch {
+	case !known:
+		return "what it gave back is not known: there is no telemetry"
+	case absent:
+		return "its memory was gone already: its server had been unloaded before"
+	default:
+		return fmt.Sprintf("gave back %s of %s", gave, max(held, gave))
+	}
+}
+
 // load starts the load of a slot that fits. A lazy one is READY at once and
 // loads inside the job that is admitted in the same step.
 func (s *State) load(now time.Time, t *slot) {
 	need, avail := s.needOf(t)
 	s.cards(t, func(c *card, h *holding) {
-		h.booking, h.residue, h.drop, h.loadFree, h.frozen, h.hasMeas, h.peak = t.claim(), 0, 0, c.Free, false, false, 0
+		h.loadOut = s.outsiders(c)
+		h.booking, h.residue, h.drop, h.loadFree, h.frozen, h.hasMeas, h.peak, h.guessed = t.claim(), 0, 0, c.Free, false, false, 0, false
 	})
 	t.settled, t.loadAt = false, now
 	t.want.victim, t.want.blocked, t.want.planned, t.want.tries, t.want.atMost = nil, time.Time{}, 0, nil, 0
@@ -385,13 +420,14 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 		s.doubt(now, t)
 		s.to(now, t, Ready)
 		s.checkBudget(now, t)
-		s.decide(Decision{At: now, Kind: "loaded", Slot: t.cfg.Name, GPU: t.gpu(), Took: took.Seconds(), Reason: fmt.Sprintf("ready after %s", took.Round(time.Millisecond))})
+		s.decide(Decision{At: now, Kind: "loaded", Slot: t.cfg.Name, GPU: t.gpu(), Took: took.Seconds(), Reason: fmt.Sprintf("ready after %s", Rounded(took))})
 		s.pump(now)
 		return
 	}
 	s.learnPeak(t)
 	s.cards(t, func(c *card, h *holding) {
 		h.residue, h.baseOut = s.leftBehind(c, t)
+		h.guessed = h.residue > 0 && !h.hasMeas
 		h.base, h.baseFree = h.residue, h.loadFree-h.residue
 		h.booking, h.drop, h.hasMeas = 0, 0, false
 	})
@@ -415,7 +451,7 @@ func (s *State) checkBudget(now time.Time, sl *slot) {
 	if b := sl.cfg.Budget; b > 0 && sl.loadCost.known && sl.loadCost.value > b && sl.shortBudget != b {
 		sl.shortBudget = b
 		s.decide(Decision{At: now, Kind: "short_budget", Slot: sl.cfg.Name, GPU: sl.gpu(), Took: sl.loadCost.value.Seconds(),
-			Reason: fmt.Sprintf("a load takes %s and its budget is %s: requests that need one get 504; raise the budget, keep it warm with keep_alive, or pin it", sl.loadCost.value.Round(time.Millisecond), b)})
+			Reason: fmt.Sprintf("a load takes %s and its budget is %s: requests that need one get 504; raise the budget, keep it warm with keep_alive, or pin it", Rounded(sl.loadCost.value), Rounded(b))})
 	}
 }
 

@@ -40,7 +40,7 @@ func (s *State) unloadIdle(now time.Time) {
 			if !sl.observed.Equal(sl.idleAt) {
 				sl.observed = sl.idleAt
 				s.decide(Decision{At: now, Kind: "would_unload", Slot: sl.cfg.Name, GPU: sl.gpu(),
-					Reason: fmt.Sprintf("nobody has used it for %s; idle unloads are only observed", now.Sub(sl.idleAt).Round(time.Millisecond))})
+					Reason: fmt.Sprintf("nobody has used it for %s; idle unloads are only observed", Rounded(now.Sub(sl.idleAt)))})
 			}
 			continue
 		}

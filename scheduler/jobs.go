@@ -448,7 +448,7 @@ func (s *State) giveUpOrphans(now time.Time) {
 			continue
 		}
 		s.decide(Decision{At: now, Kind: "busy_unknown", Slot: sl.cfg.Name, GPU: sl.gpu(),
-			Reason: fmt.Sprintf("the work of clients that left has not ended within drain_timeout %s, as far as its server tells: it is taken for done", s.cfg.DrainTimeout)})
+			Reason: fmt.Sprintf("the work of clients that left has not ended within drain_timeout %s, as far as its server tells: it is taken for done", Rounded(s.cfg.DrainTimeout))})
 		n := sl.orphans
 		sl.orphans = 0
 		s.letGo(now, sl, n)
@@ -481,7 +481,7 @@ func (s *State) busyAnswer(now time.Time, e BusyAnswer) {
 		sl.muteSince = now
 	case now.Sub(sl.muteSince) >= s.cfg.DrainTimeout: // a busy route that never works must not hold the GPU for ever
 		sl.muteSince, e.Busy = time.Time{}, false
-		s.decide(Decision{At: now, Kind: "busy_unknown", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: fmt.Sprintf("its busy route has failed for drain_timeout %s: its work is taken for done", s.cfg.DrainTimeout)})
+		s.decide(Decision{At: now, Kind: "busy_unknown", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: fmt.Sprintf("its busy route has failed for drain_timeout %s: its work is taken for done", Rounded(s.cfg.DrainTimeout))})
 	}
 	if e.Mute && sl.orphans > 0 && sl.orphans == sl.held && !sl.cfg.WorksOn { // as at a server without a busy route
 		e.Busy = false
@@ -511,7 +511,7 @@ func (s *State) expire(now time.Time) {
 	for len(s.deadlines) > 0 && !now.Before(s.deadlines[0].deadline) {
 		j := s.deadlines[0]
 		s.refuse(now, j, &Refusal{Code: BudgetExceeded, Message: fmt.Sprintf(
-			"consumer %q could not be served within the request's budget of %s: %s", j.slot.cfg.Name, j.deadline.Sub(j.submitted).Round(time.Millisecond), orElse(s.reason(j.slot), "others were before it"))})
+			"consumer %q could not be served within the request's budget of %s: %s", j.slot.cfg.Name, Rounded(j.deadline.Sub(j.submitted)), orElse(s.reason(j.slot), "others were before it"))})
 	}
 }
 

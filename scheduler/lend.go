@@ -14,7 +14,7 @@ func (s *State) lend(now time.Time, e Lend) {
 	}
 	if now.Before(e.Until) {
 		c.lentUntil = e.Until
-		s.decide(Decision{At: now, Kind: "lent", GPU: c.Index, Reason: fmt.Sprintf("the GPU is lent for %s", e.Until.Sub(now).Round(time.Second))})
+		s.decide(Decision{At: now, Kind: "lent", GPU: c.Index, Reason: fmt.Sprintf("the GPU is lent for %s", Rounded(e.Until.Sub(now)))})
 	} else if !c.lentUntil.IsZero() {
 		c.lentUntil = now
 	}

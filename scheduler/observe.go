@@ -348,7 +348,7 @@ func (s *State) capResidues(c *card) {
 			continue
 		}
 		if h.hasMeas && c.Measured != nil {
-			h.residue = h.measured
+			h.residue, h.guessed = h.measured, false
 		}
 		if h.hasMeas || max(h.residue, h.kept) == 0 {
 			h.known = min(h.known, h.residue)

@@ -42,7 +42,7 @@ func (s *State) beginRestore(now time.Time, sl *slot, idle time.Time) {
 		return
 	}
 	sl.restoring = true
-	s.decide(Decision{At: now, Kind: "restore", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: fmt.Sprintf("its GPU has been idle for %s", now.Sub(idle).Round(time.Millisecond))})
+	s.decide(Decision{At: now, Kind: "restore", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: fmt.Sprintf("its GPU has been idle for %s", Rounded(now.Sub(idle)))})
 }
 
 // givesWayIdle says whether an idle slot may be unloaded for one that is restored.

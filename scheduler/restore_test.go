@@ -43,7 +43,7 @@ func TestWhoMadeWayIsLoadedAgainWhenTheGPUHasBeenIdle(t *testing.T) {
 	f.requireUnloads()
 	f.advance(1)
 	f.requireUnloads("guest")
-	require.Equal(t, "its GPU has been idle for 2m0.7s", f.decided("restore", "main").Reason)
+	require.Equal(t, "its GPU has been idle for 2m1s", f.decided("restore", "main").Reason)
 	f.evicted("guest", 10000)
 	f.requireLoads("main")
 	f.advance(time.Second)

@@ -188,8 +188,10 @@ type holding struct {
 	kept     gpu.Bytes // residue before the unload of another began on this GPU
 	known    gpu.Bytes // residue after the last unload; -1: never unloaded
 	loadFree gpu.Bytes // free when its load began
+	loadOut  gpu.Bytes // … and foreign
 	drop     gpu.Bytes
 	frozen   bool // another transition began since: drop and residue don't follow free memory any more
+	guessed  bool // IDLE: the residue may be an outsider's who came during a load that failed
 	measured gpu.Bytes
 	hasMeas  bool
 	peak     gpu.Bytes // the most that was measured of it, or that its server reported, since its load
@@ -217,6 +219,7 @@ type stopping struct {
 	began     time.Time
 	called    bool // the unload call has returned: the memory is awaited
 	confirmed bool
+	absent    bool      // nothing of its memory was there any more
 	at        time.Time // when it returned
 	lastRise  time.Time
 	best      gpu.Bytes // the largest rise seen
