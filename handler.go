@@ -131,20 +131,27 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 		return h.serveByModel(w, r, next, repl)
 	}
 	repl.Map(t.placeholders)
-	need := t.needs(r)
+	need := t.Needs(r)
+	if need.Unlisted() {
+		need = h.unlistedAsks(t, r, need)
+	}
 	switch {
-	case need == needsGPU && h.byModel != nil:
+	case (need == config.NeedsGPU || need == config.NeedsTurn) && h.byModel != nil:
 		return h.serveByModel(w, r, next, repl)
-	case need == needsNothing && !t.starts:
+	case need == config.NeedsNothing && !t.starts:
 		return next.ServeHTTP(w, r)
 	}
 	j := jobs.Get().(*job)
 	defer j.done()
 	j.handler, j.repl, j.target = h, repl, t
-	if need != needsGPU {
+	switch need {
+	case config.NeedsGPU:
+		return j.serve(w, r, next)
+	case config.NeedsTurn:
+		return j.serveTurn(w, r, next)
+	default:
 		return j.pass(w, r, next, need)
 	}
-	return j.serve(w, r, next)
 }
 
 // job is one request on its way. It is the response writer of next, so that it knows the status of the answer.
@@ -154,6 +161,7 @@ type job struct {
 	repl      *caddy.Replacer
 	target    *target // of the consumer that serves it
 	model     string  // … and which of its models, if it has several
+	turn      bool    // no list names it: at a consumer with models it loads nothing
 	submitted time.Time
 	body      *routing.Body
 	facts     *routing.Facts // what the body says; nil: it was not looked into
@@ -380,7 +388,7 @@ func timing(queued, loading time.Duration) string {
 // run calls next, and gives the place back whatever becomes of it.
 func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 	j.status, j.detached, j.abort = 0, nil, nil // it may be the second try
-	j.later = j.lease.Async && (len(j.target.later) == 0 || j.target.later.Match(r.Method, r.URL.Path))
+	j.later = j.lease.Async && j.target.AfterAnswer(r)
 	j.said = j.said[:0]
 	inner, completed := r, false
 	switch {

@@ -100,10 +100,11 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 		j.target = h.fixed
 	}
 	j.ResponseWriter = w
+	j.turn = h.fixed != nil && h.fixed.Needs(r).Unlisted()
 	t, err := j.resolve(r)
 	if t == nil && err == nil {
 		if h.byModel.only != nil { // its server knows better what it has, if it runs
-			return j.pass(w, r, next, needsNothing)
+			return j.pass(w, r, next, config.NeedsNothing)
 		}
 		body, name := h.byModel.lists.Answer(r)
 		if body != nil {
@@ -117,10 +118,18 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 	}
 	repl.Map(t.placeholders)
 	j.target = t
-	if need := t.needs(r); need != needsGPU {
+	need := t.Needs(r)
+	if h.fixed == nil && need.Unlisted() { // else it is settled
+		need = h.unlistedAsks(t, r, need)
+	}
+	switch {
+	case need == config.NeedsGPU:
+		return j.serve(w, r, next)
+	case need.Unlisted():
+		return j.serveTurn(w, r, next)
+	default:
 		return j.pass(w, r, next, need)
 	}
-	return j.serve(w, r, next)
 }
 
 // resolve finds the consumer of a request, and which of its models. Neither that nor an error: it asks for a list of models.
@@ -138,6 +147,8 @@ func (j *job) resolve(r *http.Request) (*target, error) {
 	}
 	name, err := m.sources.Find(r, inBody)
 	switch {
+	case j.turn: // what it names may be something else
+		return j.mayName(name)
 	case err != nil:
 		return nil, badRequest(err)
 	case name != "":
@@ -158,6 +169,18 @@ func (j *job) resolve(r *http.Request) (*target, error) {
 		message += "; a compressed body is not looked into"
 	}
 	return nil, &failure{status: http.StatusBadRequest, code: "bad_request", message: message}
+}
+
+// mayName is named for a request of a known consumer that no list names: a name that means nothing here is the server's to judge.
+func (j *job) mayName(name string) (*target, error) {
+	if name != "" {
+		if who, ok := j.handler.byModel.names.Lookup(name); ok {
+			j.model = who.Model
+		} else if consumer, model := j.handler.pool.broker.Holder(j.handler.byModel.only.Name, name); consumer != "" {
+			j.model = model
+		}
+	}
+	return j.handler.fixed, nil
 }
 
 // named finds who is meant by a name: what the configuration names, then what servers have that it does not.

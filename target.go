@@ -23,26 +23,21 @@ import (
 // target is what a route knows of a consumer that may serve its requests. It
 // is made once, so that a warm request doesn't have to.
 type target struct {
+	*config.Routes
 	name        string // empty: no consumer is known, see nobody
 	upstream    string
 	loadTimeout time.Duration
-	maxRun      time.Duration        // 0: no bound
-	gpuOnly     config.RoutePatterns // if not empty: no other request needs the GPU
-	bypass      config.RoutePatterns
-	touch       config.RoutePatterns
-	later       config.RoutePatterns // whose work outlives their answer, of a consumer with such; none: all
-	blocked     config.RoutePatterns // are refused
-	startOn     config.RoutePatterns // need no GPU, but start a server that is stopped
-	starts      bool                 // the broker starts and stops its server
-	priority    int                  // of requests that name none
-	candidates  []string             // the ladder, this one being the first; nil: there is no other
+	maxRun      time.Duration // 0: no bound
+	starts      bool          // the broker starts and stops its server
+	priority    int           // of requests that name none
+	candidates  []string      // the ladder, this one being the first; nil: there is no other
 
 	placeholders caddy.ReplacerFunc // as they are for a request that did not wait
 	waited, ran  prometheus.Observer
 }
 
 // nobody stands for the consumer of a request that has none.
-var nobody = &target{placeholders: placeholders("", "")}
+var nobody = &target{Routes: new(config.Routes), placeholders: placeholders("", "")}
 
 // newTarget makes the target of a consumer for the requests of a route.
 func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
@@ -56,15 +51,9 @@ func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
 		waited:       metrics.wait.WithLabelValues(c.Name),
 		ran:          metrics.run.WithLabelValues(c.Name),
 	}
-	for _, p := range []struct {
-		into  *config.RoutePatterns
-		texts []string
-	}{{&t.gpuOnly, c.GPURoutes}, {&t.bypass, slices.Concat(c.Bypass, h.Bypass)}, {&t.touch, slices.Concat(c.Touch, h.Touch)},
-		{&t.later, c.AsyncRoutes}, {&t.startOn, c.StartOn}, {&t.blocked, c.Blocked}} {
-		var err error
-		if *p.into, err = config.ParseRoutePatterns(p.texts); err != nil {
-			return nil, fmt.Errorf("consumer %q: %w", c.Name, err)
-		}
+	var err error
+	if t.Routes, err = config.NewRoutes(c, h.Bypass, h.Touch); err != nil {
+		return nil, fmt.Errorf("consumer %q: %w", c.Name, err)
 	}
 	t.starts = h.app.starts[c.Name]
 	if h.MaxRun != nil {
@@ -84,34 +73,6 @@ func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
 	return t, nil
 }
 
-// need is what a request wants of the GPU.
-type need int
-
-const (
-	needsGPU need = iota
-	needsNothing
-	needsTouch // counts as use
-	needsLeave // it is refused
-)
-
-// needs says what a request wants, by its method and by its path as the server will see it.
-func (t *target) needs(r *http.Request) need {
-	switch {
-	case len(t.blocked) > 0 && t.blocked.Match(r.Method, r.URL.Path):
-		return needsLeave
-	case r.Method == http.MethodOptions || r.Method == http.MethodHead:
-		return needsNothing
-	case len(t.touch) > 0 && t.touch.Match(r.Method, r.URL.Path):
-		return needsTouch
-	case len(t.bypass) > 0 && t.bypass.Match(r.Method, r.URL.Path):
-		return needsNothing
-	case len(t.gpuOnly) > 0 && !t.gpuOnly.Match(r.Method, r.URL.Path):
-		return needsNothing
-	default:
-		return needsGPU
-	}
-}
-
 // stopped says whether a request that needs no GPU is for a server that does not run, and if not, where that listens.
 func (h *Handler) stopped(t *target, repl *caddy.Replacer) bool {
 	if !t.starts {
@@ -125,18 +86,18 @@ func (h *Handler) stopped(t *target, repl *caddy.Replacer) bool {
 }
 
 // pass serves a request of which it is known that it needs no GPU, unless it is not to be served at all.
-func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler, need need) error {
+func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler, need config.Need) error {
 	t, h := j.target, j.handler
 	switch {
-	case need == needsLeave:
+	case need == config.NeedsLeave:
 		return j.fail(w, r, &failure{status: http.StatusForbidden, code: "blocked",
 			message: fmt.Sprintf("%s %s of consumer %q is not for clients: its configuration blocks it", r.Method, r.URL.Path, t.name)})
 	case h.stopped(t, j.repl):
-		if t.startOn.Match(r.Method, r.URL.Path) {
+		if t.Starts(r) {
 			return j.serve(w, r, next)
 		}
 		return j.fail(w, r, notRunning(t.name))
-	case need == needsTouch:
+	case need == config.NeedsTouch:
 		h.pool.broker.Touch(t.name)
 	}
 	err := next.ServeHTTP(w, r)
@@ -158,7 +119,7 @@ func (j *job) request(r *http.Request) broker.Request {
 	h, t := j.handler, j.target
 	req := broker.Request{Consumer: t.name, Model: j.model, Priority: t.priority, Budget: time.Duration(h.Budget), KeepAlive: time.Duration(h.KeepAlive),
 		PinPrimary: h.PinPrimary, Submitted: j.submitted, Client: h.client(r, j.repl)}
-	if j.submitted.IsZero() { // once it was admitted, its consumer is fixed
+	if req.Turn = j.turn; j.submitted.IsZero() && !j.turn { // once it was admitted, its consumer is fixed
 		req.Candidates = t.candidates
 	}
 	if h.priorityText != "" {

@@ -21,6 +21,10 @@ type Request struct {
 	StayWarm  time.Duration // for so long after it the consumer is not unloaded as idle; 0: the consumer's own
 	Cooldown  time.Duration // least time until the client's next start; 0: the configuration's
 
+	// Turn asks for no load: the request takes the place of its model if that is loaded, else only the lock of the consumer's GPUs. A consumer
+	// without models has one place for all requests, so there it makes no difference.
+	Turn bool
+
 	Candidates []string // the ladder, Consumer being the first of it; empty: Consumer alone
 	PinPrimary bool     // Consumer, whatever else is warm
 

@@ -39,8 +39,9 @@ type Broker struct {
 	ladder []string // guarded by mu: scratch space of guarded
 	rungs  []string // guarded by mu: scratch space of choose
 
-	clients   clients               // guarded by mu
-	outliving map[string]*outliving // guarded by mu: by consumer
+	clients   clients                    // guarded by mu
+	unlisted  map[string]map[string]bool // guarded by mu: by consumer, the routes of which Unlisted has told
+	outliving map[string]*outliving      // guarded by mu: by consumer
 
 	released chan struct{} // guarded by mu: closed after the next event; nil: nobody waits for that
 	keeping  bool          // guarded by mu: the loop that saves runs
@@ -188,6 +189,9 @@ func (b *Broker) unloaded(c *consumer) bool {
 			continue
 		}
 		v, known := b.state.Slot(sl.name)
+		if known && sl.turnOnly && v.Active == 0 && !v.Gone {
+			continue
+		}
 		if known && (v.Gone || v.Active+v.Held > 0 || v.State != scheduler.Idle && b.current.Load().Config.Scheduler == config.Evicting) { // one that is gone may have work, or some that wait
 			return false
 		}

@@ -22,6 +22,7 @@ type consumer struct {
 	catalog  catalog
 	closing  bool      // the present driver stops what is left of its server; then next takes its place
 	partner  *consumer // whose server it shares; then it has nothing of its own but its name and configuration
+	turns    *slot     // takes the GPU lock for requests that load nothing; nil: it has none
 	slots    []*slot   // in the order of the configuration, then those that were adopted
 
 	probeNow   chan struct{} // cap 1
@@ -50,6 +51,7 @@ type slot struct {
 	name     string // as the scheduler knows it
 	model    string // empty: the consumer as a whole
 	consumer *consumer
+	turnOnly bool      // it is never loaded: see consumer.turns
 	adopted  bool      // nobody named it: the server did, or a request
 	size     gpu.Bytes // of an adopted one, as the server says; 0: it does not
 
@@ -169,11 +171,37 @@ func (b *Broker) slotsOf(c *consumer) []scheduler.SlotConfig {
 			}
 		}
 	}
-	out := make([]scheduler.SlotConfig, 0, len(c.slots))
+	out := make([]scheduler.SlotConfig, 0, len(c.slots)+1)
 	for _, sl := range c.slots {
 		out = append(out, b.slotConfig(sl))
 	}
-	return out
+	return append(out, b.turnsOf(c)...)
+}
+
+// turnsName is the name of the slot that takes turns for a consumer with models. No model's slot can have it: a name is never empty.
+func turnsName(consumer string) string { return consumer + "/" }
+
+// turnsOf is what the scheduler is to know of the slot by which requests that load nothing take the GPU lock: one for a consumer
+// with models, at which a request may name none. It holds mu.
+func (b *Broker) turnsOf(c *consumer) []scheduler.SlotConfig {
+	if !c.cfg.HasModels() || c.cfg.Cloud {
+		c.turns = nil
+		return nil
+	}
+	name := turnsName(c.name)
+	sl := b.slots[name]
+	if sl == nil {
+		sl = &slot{name: name}
+		b.slots[name] = sl
+	}
+	sl.consumer, sl.turnOnly = c, true
+	c.turns = sl
+	of := SlotConfig(c.cfg, c.traits)
+	return []scheduler.SlotConfig{{
+		Name: name, Consumer: c.name, Server: of.Server, Disabled: of.Disabled, GPUs: of.GPUs, Concurrency: of.Concurrency, LockNone: of.LockNone,
+		MaxRun: of.MaxRun, SwitchCost: of.SwitchCost, Budget: of.Budget, Reserved: of.Reserved, TurnOnly: true,
+		CanLoad: true, CanProbe: of.CanProbe && !of.Starts, // one that the broker starts is asked for before its turn
+	}}
 }
 
 // slotConfig is what the scheduler is to know of a slot. It holds mu.

@@ -65,6 +65,9 @@ func (b *Broker) effect(e scheduler.Effect) {
 func (b *Broker) forgetSlot(sl *slot) {
 	c := sl.consumer
 	delete(b.slots, sl.name)
+	if c.turns == sl {
+		c.turns = nil
+	}
 	c.slots = slices.DeleteFunc(c.slots, func(other *slot) bool { return other == sl })
 	if len(c.slots) > 0 {
 		if b.unloaded(c) { // it may have waited for this one alone
@@ -79,6 +82,7 @@ func (b *Broker) forgetSlot(sl *slot) {
 	}
 	if b.consumers[c.name] == c { // else another has its name
 		delete(b.consumers, c.name)
+		delete(b.unlisted, c.name)
 	}
 	if c.stopProbes != nil {
 		c.stopProbes()
@@ -116,6 +120,9 @@ func (b *Broker) died(name, detail string) {
 	}
 	now, clean := time.Now(), c.endedWell()
 	for _, sl := range b.allSlots(c) {
+		if sl.turnOnly {
+			continue
+		}
 		b.apply(now, scheduler.Died{Slot: sl.name, Detail: detail, Clean: clean})
 	}
 	b.ended()
@@ -226,6 +233,9 @@ func (b *Broker) probe(ctx context.Context, name string, driver lifecycle.Driver
 	}
 	b.learnOf(now, c, r.Models)
 	for _, sl := range b.allSlots(c) {
+		if sl.turnOnly && c.traits.Starts {
+			continue
+		}
 		b.apply(now, said(sl, r, sent))
 	}
 	b.ended()
@@ -247,11 +257,12 @@ func (b *Broker) allSlots(c *consumer) []*slot {
 // said is what a server's report says of one of its slots.
 func said(sl *slot, r lifecycle.Report, sent time.Time) scheduler.Probed {
 	e := scheduler.Probed{Slot: sl.name, Sent: sent, Outcome: probeOutcomes[r.Outcome], Detail: r.Detail, Stopped: r.Stopped, Clean: r.Stopped && sl.consumer.endedWell(), Loaded: tris[r.Loaded], Resident: r.Resident}
-	if sl.model == "" {
+	if sl.model == "" && !sl.turnOnly {
 		return e
 	}
 	e.Loaded, e.Resident = scheduler.NotTold, -1
 	switch {
+	case sl.turnOnly:
 	case r.Models != nil:
 		e.Loaded = scheduler.No
 		for _, m := range r.Models {

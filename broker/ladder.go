@@ -5,11 +5,15 @@ import (
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
 // choose says which consumer serves a request, and which of its slots: it is asked once, in the step
 // that takes the request in. Without a slot there is nobody. It holds mu.
 func (b *Broker) choose(now time.Time, r *Request) (*consumer, *slot) {
+	if c := b.consumers[r.Consumer]; r.Turn && c != nil && c.real().turns != nil {
+		return c, b.turn(c.real(), r.Model)
+	}
 	if len(r.Candidates) < 2 {
 		return b.find(now, r.Consumer, r.Model)
 	}
@@ -34,6 +38,18 @@ func (b *Broker) choose(now time.Time, r *Request) (*consumer, *slot) {
 	chosen := b.state.Choose(now, names, r.PinPrimary || c.cfg.PinPrimary)
 	at := slices.Index(names, chosen)
 	return b.consumers[candidates[at]], b.slots[chosen]
+}
+
+// turn is the slot of a request that loads nothing: that of its model if it is loaded, else the one that only takes turns. It holds mu.
+func (b *Broker) turn(c *consumer, model string) *slot {
+	if model != "" {
+		if sl := c.known(model); sl != nil {
+			if v, known := b.state.Slot(sl.name); known && v.State == scheduler.Ready && v.GateOpen {
+				return sl
+			}
+		}
+	}
+	return c.turns
 }
 
 // guarded is the cloud guard (spec §4.7): without leave, a ladder leads to no

@@ -165,6 +165,9 @@ func (b *Broker) drain(name string, off bool) ([]string, error) {
 		b.mu.Lock()
 		if c := b.consumers[name]; c != nil {
 			c.real().drained = !off
+			if c.real().turns != nil {
+				slots = append(slots, c.real().turns.name)
+			}
 		}
 		b.mu.Unlock()
 	}

@@ -196,6 +196,10 @@ func (b *Broker) consumerStatus(name string, slots []scheduler.SlotView) Consume
 	out := Consumer{Pinned: true, Draining: true, Removed: true, Slots: []Slot{}}
 	var used, ran time.Time // the last use; that of the slot whose priority is told
 	for _, v := range slots {
+		if v.TurnOnly { // it is not resident, and nobody's to unload
+			out.Active, out.Waiting = out.Active+v.Active, out.Waiting+v.Waiting
+			continue
+		}
 		one := b.slotStatus(v)
 		out.Slots = append(out.Slots, one)
 		out.Enabled, out.Health, out.Reason = !v.Disabled, v.Health, v.Detail

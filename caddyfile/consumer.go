@@ -92,7 +92,10 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 		"bypass":     patterns(&c.Bypass),
 		"touch":      patterns(&c.Touch),
 
-		"stops_when_left": single(s, &c.StopsWhenLeft, config.Off, oneOf("stops_when_left setting", config.Switches)),
+		"stops_when_left":   single(s, &c.StopsWhenLeft, config.Off, oneOf("stops_when_left setting", config.Switches)),
+		"free_routes":       patterns(&c.FreeRoutes),
+		"unlisted_requests": single(s, &c.UnlistedRequests, config.UnlistedGPU, oneOf("unlisted_requests", config.UnlistedWords)),
+		"path_match":        checkedList(&c.PathMatch, "RULE ...", pathRule),
 
 		"async_routes": patterns(&c.AsyncRoutes),
 		"start_on":     patterns(&c.StartOn),
@@ -112,6 +115,12 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 		words[name] = read
 	}
 	return words
+}
+
+// pathRule says what is wrong with a rule of path_match.
+func pathRule(word string) error {
+	_, err := config.ParsePathMatch([]string{word})
+	return err
 }
 
 // readModel reads `model NAME { ... }` and adds it to c.

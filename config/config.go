@@ -194,10 +194,18 @@ type Consumer struct {
 	Processes []string `json:"processes,omitempty"`
 
 	// Requests that need the GPU, each as `METHOD /path` or `/path`, where `*` at the end of the path stands for
-	// anything. If any is named, all others are bypassed. Default: all but OPTIONS and HEAD.
+	// anything. HEAD counts as GET. What no list names is decided by unlisted_requests. Default: all but OPTIONS and HEAD.
 	GPURoutes []string `json:"gpu_routes,omitempty"`
-	// Requests that need no GPU, in the same form.
+	// Requests that need no GPU, in the same form. They win over gpu_routes.
 	Bypass []string `json:"bypass,omitempty"`
+	// Requests that need no GPU unless gpu_routes names them, in the same form: a preset's own list, such as an upload of a model's files.
+	FreeRoutes []string `json:"free_routes,omitempty"`
+	// What requests need that no list names: `gpu`, all but GET, HEAD and OPTIONS need the GPU, and so does each WebSocket,
+	// or `free`, they are passed on at once, but those that `gpu` would hold back only while the server is loaded. Default: `free` if gpu_routes names any, else all need it.
+	UnlistedRequests string `json:"unlisted_requests,omitempty"`
+	// How its server matches paths, beyond comparing them as they are, so that no spelling of a path gets past a list:
+	// `suffix` (by their end), `caseless`, `trim_slash` (slashes at the end do not count), `merge_slashes` (several are one), `query` (it counts as the path's end). Default: as they are.
+	PathMatch []string `json:"path_match,omitempty"`
 	// Requests that need no GPU but count as use, in the same form.
 	Touch []string `json:"touch,omitempty"`
 

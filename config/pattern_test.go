@@ -32,6 +32,7 @@ func TestRoutePatternMatchesMethodAndPath(t *testing.T) {
 		{"GET /audio/*", "GET", "/audio/a", true},
 		{"GET /audio/*", "POST", "/audio/a", false},
 		{"  POST \t /prompt ", "POST", "/prompt", true},
+		{"GET /props?model", "GET", "/props", false},
 	} {
 		p, err := ParseRoutePattern(tc.pattern)
 		if err != nil {
@@ -48,14 +49,15 @@ func TestRoutePatternMatchesMethodAndPath(t *testing.T) {
 	}
 }
 
-func TestEveryKnownMethodMatchesOnlyItself(t *testing.T) {
+func TestEveryKnownMethodMatchesItselfAndGETMatchesWhatArrivesAsAGET(t *testing.T) {
 	for _, own := range Methods {
 		p, err := ParseRoutePattern(own + " /x")
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, other := range Methods {
-			if got := p.Match(other, "/x"); got != (own == other) {
+			want := own == other || own == "GET" && (other == "HEAD" || other == "CONNECT")
+			if got := p.Match(other, "/x"); got != want {
 				t.Errorf("%s matches %s: %v", own, other, got)
 			}
 		}
@@ -73,8 +75,9 @@ func TestBadRoutePatternsAreRefused(t *testing.T) {
 		"GET POST /x":    "not of the form",
 		"/a/*/b":         "only at the end",
 		"/a/**":          "only at the end",
-		"/a?b=c":         "leave out the query",
-		"/a#b":           "leave out the query",
+		"/a?b=c":         "only the name of a parameter",
+		"/a?":            "only the name of a parameter",
+		"/a#b":           "leave out the #",
 		"PSOT /prompt":   `unknown method "PSOT": did you mean POST?`,
 		"post /prompt":   "did you mean POST?",
 		"GET| /x":        `unknown method ""`,

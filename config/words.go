@@ -28,6 +28,12 @@ const (
 	VictimLower = "lower"
 )
 
+// Values of Consumer.UnlistedRequests.
+const (
+	UnlistedGPU  = "gpu"
+	UnlistedFree = "free"
+)
+
 // Values of settings that switch something.
 const (
 	On  = "on"
@@ -50,6 +56,7 @@ var (
 	Switches      = []string{On, Off}
 	IdleUnloads   = []string{On, Off, Observe}
 	Evictions     = []string{On, Observe}
+	UnlistedWords = []string{UnlistedGPU, UnlistedFree}
 
 	VictimPriorities = []string{VictimAny, VictimLower}
 )

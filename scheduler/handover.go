@@ -494,6 +494,9 @@ func (s *State) unloadByHand(now time.Time, slotName string) {
 
 // vanish is the edge of a slot whose memory went without us: a crash, or its own doing.
 func (s *State) vanish(now time.Time, sl *slot, why string) {
+	if sl.cfg.TurnOnly {
+		return
+	}
 	s.learnPeak(sl)
 	s.cards(sl, func(c *card, h *holding) {
 		h.residue, h.baseOut = s.leftBehind(c, sl)

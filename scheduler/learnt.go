@@ -42,7 +42,7 @@ func (sl *slot) learnt() (l Learnt, known bool) {
 		now.add(peak)
 		l.Footprints = now.latest
 	}
-	return l, l.LoadCost > 0 || l.UnloadCost > 0 || !l.LastUse.IsZero() || len(l.Footprints) > 0
+	return l, !sl.cfg.TurnOnly && (l.LoadCost > 0 || l.UnloadCost > 0 || !l.LastUse.IsZero() || len(l.Footprints) > 0)
 }
 
 // recallAll takes in what was known before. It copies one by one: a clone would

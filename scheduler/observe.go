@@ -104,7 +104,7 @@ func (s *State) place(sl *slot) {
 // startState is the first state of a slot (accounting §2).
 func (s *State) startState(c *SlotConfig) SlotState {
 	switch {
-	case s.cfg.Mode != Evicting || c.Cloud:
+	case s.cfg.Mode != Evicting || c.Cloud || c.TurnOnly:
 		return Ready
 	case c.Disabled:
 		return Idle // nobody asks it: whatever it holds is foreign

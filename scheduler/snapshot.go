@@ -61,6 +61,7 @@ type SlotView struct {
 	Switch    time.Duration
 	CanUnload bool
 	CanLoad   bool
+	TurnOnly  bool // it only takes turns: see SlotConfig
 }
 
 // HoldView is what a slot holds of one GPU.
@@ -123,7 +124,7 @@ func (s *State) view(sl *slot) SlotView {
 	v := SlotView{Name: sl.cfg.Name, Disabled: sl.cfg.Disabled, Gone: sl.gone, State: sl.state, GateOpen: !sl.gate.closed, DrainFor: name(sl.gate.target),
 		Health: [...]string{"unknown", "healthy", "unhealthy"}[sl.health], Detail: sl.detail, Active: sl.active, Held: sl.held,
 		Waiting: sl.queue.count + sl.parked, Why: s.reason(sl), LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio, HasPrio: sl.busy() || sl.runCost.known || sl.lastPrio != 0 || sl.recalled,
-		Pinned: sl.pinned(), CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad,
+		Pinned: sl.pinned(), CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad, TurnOnly: sl.cfg.TurnOnly,
 		Draining: s.draining || s.ending || sl.draining, Measured: sl.took.measured()}
 	v.Claim, v.ClaimSeen = sl.totalClaim()
 	if s.idles(sl) && s.cfg.IdleUnload == IdleOn && !sl.gate.closed {

@@ -117,6 +117,7 @@ type SlotConfig struct {
 	Starts      bool          // its driver starts and stops its server: one that does not run, or does not answer, is no fault
 	Restart     bool          // … and starts one that has died again, though nobody asks for it
 	MaxRestarts int           // … so often in a row
+	TurnOnly    bool          // holds no memory and is never loaded or unloaded: its jobs take the GPU lock, and nothing else
 	Stale       bool          // its driver is to be replaced: it is unloaded, and then Renew says that it may be
 
 	// What its driver can do.

@@ -25,6 +25,9 @@ func (s *State) protects(t, v *slot) string {
 
 // conflict says whether two slots may never be resident together (spec §3.2).
 func conflict(a, b *slot) bool {
+	if a.cfg.TurnOnly || b.cfg.TurnOnly { // never resident
+		return false
+	}
 	return b.cfg.listed(a.cfg.Conflicts) || a.cfg.listed(b.cfg.Conflicts)
 }
 

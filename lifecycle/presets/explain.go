@@ -71,12 +71,28 @@ func (p *Preset) Explain() ([]Row, error) {
 	}
 	add("names its model in", quotedList(from))
 	add("needs the GPU", quotedList(c.GPURoutes))
+	add("needs no GPU", quotedList(c.FreeRoutes))
 	add("counts as use", quotedList(c.Touch))
 	add("refused with 403", quotedList(c.Blocked))
-	add("all else", "is passed on at once")
+	if c.UnlistedRequests == config.UnlistedGPU {
+		add("all else", "GET, HEAD and OPTIONS are passed on at once; any other request, and a WebSocket, takes a turn")
+	} else {
+		add("all else", "is passed on at once; any other request than GET, HEAD and OPTIONS, and a WebSocket, only while the server is loaded, else it takes a turn")
+	}
+	add("matches paths", matches(c.PathMatch))
 	add("to know", a.Notes...)
 	add("known from", a.Source)
 	return rows, nil
+}
+
+// matches is how a server matches paths, in words.
+func matches(rules []string) string {
+	var words []string
+	for _, rule := range rules {
+		words = append(words, map[string]string{"suffix": "by their end", "caseless": "without regard to case", "trim_slash": "without slashes at the end",
+			"merge_slashes": "several slashes as one", "query": "with the query as their end"}[rule])
+	}
+	return strings.Join(words, ", ")
 }
 
 var unloads = map[string]string{
