@@ -45,7 +45,7 @@ var untold = []string{
 	"Slots", // of World.Settings: they are made of the consumers
 	"Async", "Residual", "CanProbe", "CanTell", "CanBusy",
 	"Cloud", "Disabled", // those of another consumer
-	"Consumer", "Starts", "Restart", "MaxRestarts", "Stale", // of a model, and of servers that are started
+	"Consumer", "TurnOnly", "Starts", "Restart", "MaxRestarts", "Stale", // of a model, and of servers that are started
 }
 
 func TestEverySettingReachesTheScheduler(t *testing.T) {
