@@ -187,7 +187,7 @@ func (b *Broker) tellTelemetry(l *samplerLoop, devices []gpu.Device, err error) 
 	}
 	l.failing = err != nil
 	for _, d := range devices {
-		if l.first && !d.MemoryKnown && d.Health != gpu.Lost {
+		if l.first && !d.MemoryKnown && d.Total > 0 && d.Health != gpu.Lost {
 			b.logger().Warn("the memory of a GPU is not read: the broker counts with configured sizes", zap.Int("gpu", d.Index), zap.String("reason", d.Reason))
 		}
 	}

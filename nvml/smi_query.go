@@ -88,7 +88,7 @@ func (s *smi) ask(ctx context.Context, ids []string) (rows []gpuRow, noise []str
 	}
 	rows, noise = parseGPUs(text, s.fields)
 	if failed != nil && len(rows) > 0 && len(noise) == 0 {
-		noise = []string{failed.Error()}
+		noise = []string{"it ended with status " + strconv.Itoa(failed.code)}
 	}
 	return rows, noise, failed, nil
 }

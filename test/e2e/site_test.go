@@ -52,6 +52,8 @@ type consumer struct {
 type layout struct {
 	Total     string // of the simulated GPU; 16GiB
 	GPU       string // the gpu line's block, one setting a line: `release_delay 800ms`
+	Sampler   string // the gpu line, instead of one of a simulated GPU; {$SIM_DIR} stands for its folder
+	NoGPU     bool   // no GPU is known at first
 	Global    string // more lines of the global option gpu_broker
 	Consumers []consumer
 	Routes    string // more lines of the site
@@ -122,7 +124,7 @@ func start(t testing.TB, l layout) *site {
 				return false
 			}
 		}
-		return len(st.GPUs) > 0
+		return len(st.GPUs) > 0 || l.NoGPU
 	})
 	return s
 }
@@ -139,7 +141,11 @@ func (s *site) caddyfile(port string) string {
 	var b strings.Builder
 	line := func(format string, args ...any) { fmt.Fprintf(&b, format+"\n", args...) }
 	line("{\nadmin %s\nlocal_certs\nskip_install_trust\nauto_https disable_redirects", s.admin)
-	line("gpu_broker {\ngpu simulated %s {\ndir %s\n%s\n}", s.layout.total(), s.sim, s.layout.GPU)
+	if line("gpu_broker {"); s.layout.Sampler != "" {
+		line("%s", s.layout.Sampler)
+	} else {
+		line("gpu simulated %s {\ndir %s\n%s\n}", s.layout.total(), s.sim, s.layout.GPU)
+	}
 	for _, d := range []string{"hold 0", "probe_interval 500ms", "outsider_wait 2s"} {
 		if word, _, _ := strings.Cut(d, " "); !strings.Contains(s.layout.Global, word+" ") {
 			line("%s", d)
