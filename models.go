@@ -112,6 +112,9 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 		}
 		err = h.byModel.unknown(name)
 	}
+	if err != nil && h.fixed == nil && (h.liveness(w, r) || j.preflight(w, r)) {
+		return nil
+	}
 	if err != nil {
 		repl.Map(j.target.placeholders)
 		return j.fail(w, r, err)
@@ -157,10 +160,12 @@ func (j *job) resolve(r *http.Request) (*target, error) {
 		return nil, nil
 	case m.none != nil:
 		return m.none, nil
+	case m.only == nil && routing.IsShortList(r):
+		return nil, nil
 	case m.only != nil && len(m.only.Models) == 1:
 		j.model = m.only.Models[0].Name
 		return h.fixed, nil
-	case cheap || m.bypass.Match(r.Method, r.URL.Path):
+	case cheap || r.Method == http.MethodGet || m.bypass.Match(r.Method, r.URL.Path):
 		return nil, &failure{status: http.StatusNotFound, code: string(scheduler.UnknownConsumer),
 			message: "this request names no model, so no server is known that could answer it: name it in " + m.sources.String()}
 	}
@@ -249,6 +254,50 @@ func (j *job) peek(r *http.Request) error {
 	j.facts = &facts
 	j.body.Rewind(r)
 	return nil
+}
+
+// liveness answers what health checks and clients ask first, where no server is known that could: the process lives, and the
+// models that are loaded. It reports whether it did.
+func (h *Handler) liveness(w http.ResponseWriter, r *http.Request) bool {
+	if h.byModel.none != nil || r.Method != http.MethodGet && r.Method != http.MethodHead {
+		return false
+	}
+	var err error
+	switch strings.TrimRight(r.URL.Path, "/") {
+	case "":
+		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+		w.WriteHeader(http.StatusOK)
+		_, err = w.Write([]byte("The GPU broker is running.\n"))
+	case "/health":
+		err = answerJSON(w, []byte(`{"status":"ok"}`))
+	case "/api/version":
+		err = answerJSON(w, []byte(`{"version":"`+routing.OllamaVersion+`"}`))
+	case "/api/ps":
+		err = answerJSON(w, h.loadedModels())
+	default:
+		return false
+	}
+	_ = err // the client has left
+	return true
+}
+
+// loadedModels lists the loaded models of the route in Ollama's form.
+func (h *Handler) loadedModels() []byte {
+	var loaded []routing.Listed
+	status := h.pool.broker.Status()
+	for _, c := range h.app.Consumers {
+		for _, slot := range status.Consumers[c.Name].Slots {
+			if h.targets[c.Name] == nil || slot.State != scheduler.Ready.String() || c.Cloud {
+				continue
+			}
+			name := slot.Model
+			if name == "" {
+				name = c.Name
+			}
+			loaded = append(loaded, routing.Listed{Name: name, Size: slot.Booking, Since: began})
+		}
+	}
+	return routing.LoadedList(loaded)
 }
 
 func answerJSON(w http.ResponseWriter, body []byte) error {

@@ -18,6 +18,7 @@ type pooled struct {
 	broker  *broker.Broker
 	buffers *routing.Buffers
 	running runs
+	origins origins
 
 	requests *requestLog
 	grace    graceTimer

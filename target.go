@@ -93,6 +93,9 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 		return j.fail(w, r, &failure{status: http.StatusForbidden, code: "blocked",
 			message: fmt.Sprintf("%s %s of consumer %q is not for clients: its configuration blocks it", r.Method, r.URL.Path, t.name)})
 	case h.stopped(t, j.repl):
+		if isPreflight(r) && j.preflight(w, r) {
+			return nil
+		}
 		if t.Starts(r) {
 			return j.serve(w, r, next)
 		}
@@ -100,7 +103,12 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 	case need == config.NeedsTouch:
 		h.pool.broker.Touch(t.name)
 	}
-	err := next.ServeHTTP(w, r)
+	var err error
+	if isPreflight(r) {
+		err = j.passPreflight(w, r, next)
+	} else {
+		err = next.ServeHTTP(w, r)
+	}
 	var dial reverseproxy.DialError
 	if t.starts && errors.As(err, &dial) { // it has just been started, or is being stopped
 		return j.fail(w, r, notRunning(t.name))

@@ -58,6 +58,8 @@ func brokerWords(b *config.Broker) map[string]word {
 		"max_body":     single(s, &b.MaxBody, "256MiB", someSize),
 		"max_buffered": single(s, &b.MaxBuffered, "2GiB", someSize),
 
+		"cors_origins": checkedList(&b.CORSOrigins, "ORIGIN ...", config.CheckOrigin),
+
 		"max_queue":     single(s, &b.MaxQueue, "512", number(1)),
 		"max_evictions": single(s, &b.MaxEvictions, "5", number(1)),
 

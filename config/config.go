@@ -55,6 +55,10 @@ type Broker struct {
 	// Whether responses carry `Server-Timing` and `X-GPU-Broker-Consumer`: `on` or `off`. Default: `on`.
 	Headers string `json:"headers,omitempty"`
 
+	// Pages of which origins may send requests to servers that do not run, such as `https://app.example`, or `*` for all: the broker answers their
+	// preflight requests where no running server is known. Default: the site's own host, localhost, and those that the server last allowed.
+	CORSOrigins []string `json:"cors_origins,omitempty"`
+
 	// How often a server is asked for its health and residency. Default: 5s.
 	ProbeInterval caddy.Duration `json:"probe_interval,omitempty"`
 	// How long one probe may take. Default: 2s.

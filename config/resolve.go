@@ -288,6 +288,11 @@ func (f *faults) checkDriver(b *Broker) {
 func (f *faults) checkBroker(b *Broker) {
 	f.word(b.title("scheduler"), "scheduler", b.Scheduler, Schedulers)
 	f.word(b.title("lock"), "lock", b.Lock, Locks)
+	for _, origin := range b.CORSOrigins {
+		if err := CheckOrigin(origin); err != nil {
+			f.add(b.title("cors_origins"), "cors_origins: %w", err)
+		}
+	}
 	f.word(b.title("headers"), "headers setting", b.Headers, Switches)
 	f.word(b.title("idle_unload"), "idle_unload setting", b.IdleUnload, IdleUnloads)
 	f.word(b.title("eviction"), "eviction setting", b.Eviction, Evictions)

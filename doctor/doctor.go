@@ -79,7 +79,7 @@ func Examine(ctx context.Context, s *Site) *Report {
 	r := &Report{Findings: []Finding{}}
 	for _, judge := range []func(*facts) []Finding{
 		judgeConfig, judgePlaceholders, judgeUnended, judgeGPUs, judgeDevices, judgeProcesses, judgeServers, judgeMeans, judgeClaims,
-		judgeTimeouts, judgeRoutes, judgePorts, judgeFolders, judgeListeners, judgeUnnamed, judgeOutsiders,
+		judgeTimeouts, judgeRoutes, judgeNewDefault, judgePorts, judgeFolders, judgeListeners, judgeUnnamed, judgeOutsiders,
 	} {
 		r.Findings = append(r.Findings, judge(f)...)
 	}

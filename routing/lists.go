@@ -64,9 +64,7 @@ func NewLists(models []Listed) *Lists {
 		one := openAIModel{ID: m.Name, Object: "model", Created: m.Since.Unix(), OwnedBy: "gpu_broker"}
 		openAI.Data = append(openAI.Data, one)
 		l.each[m.Name] = encode(one)
-		digest := sha256.Sum256([]byte(m.Name))
-		ollama.Models = append(ollama.Models, ollamaModel{Name: m.Name, Model: m.Name, Modified: m.Since.UTC().Format(time.RFC3339),
-			Size: m.Size, Digest: hex.EncodeToString(digest[:]), Details: ollamaDetails{Families: []string{}}})
+		ollama.Models = append(ollama.Models, inOllamasForm(m))
 	}
 	l.openAI, l.ollama = encode(openAI), encode(ollama)
 	return l
@@ -87,19 +85,53 @@ const (
 	ollamaPath = "/api/tags"
 )
 
+// OllamaVersion is the version of Ollama's API that the broker's own answers have the form of.
+const OllamaVersion = "0.33.0"
+
+// ollamaLoaded is a loaded model as Ollama shows it.
+type ollamaLoaded struct {
+	ollamaModel
+	SizeVRAM int64  `json:"size_vram"`
+	Expires  string `json:"expires_at"`
+}
+
+// LoadedList is the answer to a request for the models that are loaded, in Ollama's form. When each is unloaded is not known.
+func LoadedList(models []Listed) []byte {
+	out := struct {
+		Models []ollamaLoaded `json:"models"`
+	}{[]ollamaLoaded{}}
+	for _, m := range models {
+		out.Models = append(out.Models, ollamaLoaded{ollamaModel: inOllamasForm(m), SizeVRAM: m.Size, Expires: time.Date(9999, 1, 1, 0, 0, 0, 0, time.UTC).Format(time.RFC3339)})
+	}
+	return encode(out)
+}
+
+// inOllamasForm is a model as Ollama shows it.
+func inOllamasForm(m Listed) ollamaModel {
+	digest := sha256.Sum256([]byte(m.Name))
+	return ollamaModel{Name: m.Name, Model: m.Name, Modified: m.Since.UTC().Format(time.RFC3339),
+		Size: m.Size, Digest: hex.EncodeToString(digest[:]), Details: ollamaDetails{Families: []string{}}}
+}
+
+// IsShortList reports whether a request asks for the list of models at a path that model servers have beside those of
+// OpenAI and Ollama.
+func IsShortList(r *http.Request) bool {
+	return (r.Method == http.MethodGet || r.Method == http.MethodHead) && strings.TrimRight(r.URL.Path, "/") == "/models"
+}
+
 // IsList says whether a request asks for a list of models, or for one of a list.
 func IsList(r *http.Request) bool {
 	if r.Method != http.MethodGet && r.Method != http.MethodHead {
 		return false
 	}
 	path := r.URL.Path
-	return path == openAIPath || path == ollamaPath || strings.HasPrefix(path, openAIPath+"/") && len(path) > len(openAIPath)+1
+	return path == openAIPath || strings.TrimRight(path, "/") == ollamaPath || strings.HasPrefix(path, openAIPath+"/")
 }
 
 // Answer is the answer, in JSON, to a request that IsList; nil: it asks for the model of that name, and there is none.
 func (l *Lists) Answer(r *http.Request) (body []byte, name string) {
-	switch path := r.URL.Path; path {
-	case openAIPath:
+	switch path := r.URL.Path; strings.TrimRight(path, "/") {
+	case openAIPath, "/models":
 		return l.openAI, ""
 	case ollamaPath:
 		return l.ollama, ""

@@ -141,7 +141,7 @@ func TestListsHaveTheFormsOfOpenAIAndOllama(t *testing.T) {
 	require.Equal(t, []any{}, m.Details["families"])
 	require.Contains(t, m.Details, "parameter_size")
 
-	for _, c := range [][2]string{{"POST", "/v1/models"}, {"GET", "/v1/models/"}, {"GET", "/v1/modelsx"}, {"GET", "/api/tags/x"}, {"GET", "/v1/chat/completions"}, {"DELETE", "/v1/models/a"}} {
+	for _, c := range [][2]string{{"POST", "/v1/models"}, {"GET", "/v1/modelsx"}, {"GET", "/api/tags/x"}, {"GET", "/v1/chat/completions"}, {"DELETE", "/v1/models/a"}} {
 		require.False(t, IsList(httptest.NewRequest(c[0], c[1], nil)), c)
 	}
 	none := NewLists(nil)
@@ -149,4 +149,17 @@ func TestListsHaveTheFormsOfOpenAIAndOllama(t *testing.T) {
 	require.JSONEq(t, `{"object":"list","data":[]}`, string(body))
 	body, _ = none.Answer(httptest.NewRequest("GET", "/api/tags", nil))
 	require.JSONEq(t, `{"models":[]}`, string(body))
+}
+
+func TestListsAnswerAtThePathsThatClientsAskFirst(t *testing.T) {
+	l := NewLists([]Listed{{Name: "org/qwen", Size: 1}})
+	for path, isList := range map[string]bool{"/v1/models": true, "/v1/models/": true, "/api/tags": true, "/api/tags/": true, "/models": false, "/models/": false, "/v1/models/org/qwen": true} {
+		r := httptest.NewRequest("GET", path, nil)
+		require.Equal(t, isList, IsList(r), path)
+		require.Equal(t, strings.HasPrefix(path, "/models"), IsShortList(r), path)
+		body, _ := l.Answer(r)
+		require.Contains(t, string(body), "org/qwen", path)
+	}
+	require.Contains(t, string(LoadedList([]Listed{{Name: "a", Size: 7}})), `"size_vram":7`)
+	require.JSONEq(t, `{"models":[]}`, string(LoadedList(nil)))
 }
