@@ -181,7 +181,7 @@ func TestFC31_AFloorThatRisesWithEachExitMakesNoEvictionLoop(t *testing.T) {
 		f.use(-9000 + 50) // 50 MiB stay behind for ever
 		f.look(time.Second)
 		f.requireState(now, Idle)
-		require.EqualValues(t, 50, f.booking(now), "what this exit left is booked to it")
+		require.EqualValues(t, 50*(i/2+1), f.booking(now), "what its exits left is booked to it")
 		f.loaded(next)
 		f.requireRunning(h)
 		f.use(9000)
@@ -190,5 +190,76 @@ func TestFC31_AFloorThatRisesWithEachExitMakesNoEvictionLoop(t *testing.T) {
 		require.Len(t, f.loads, i+2)
 		now, next = next, now
 	}
+	require.Zero(t, f.s.Snapshot(f.now).Counts.Refused)
+}
+
+// What stayed of one load is no outsider once the model is loaded and unloaded again.
+func TestFC31_WhatALeakLeftStaysResidueOverTheNextLoads(t *testing.T) {
+	for name, set := range map[string]func(*SlotConfig){"loaded by its route": func(*SlotConfig) {}, "loaded by its first job": func(c *SlotConfig) { c.CanLoad, c.CanTell = false, false }} {
+		t.Run(name, func(t *testing.T) {
+			f := given(t, 16384, server("a", 9000, set))
+			f.use(300) // a desktop
+			for i := range gpu.Bytes(6) {
+				h := f.submit("a")
+				if f.slot("a").State == Loading {
+					f.loaded("a")
+				}
+				f.use(9000)
+				f.release(h)
+				f.sample()
+				require.EqualValues(t, 9000+50*i, f.booking("a"))
+				require.EqualValues(t, 300, f.outsiders())
+				f.advance(time.Minute)
+				f.step(Unload{Slot: "a"})
+				f.unloaded("a")
+				f.use(-9000 + 50)
+				f.look(time.Second)
+				f.requireState("a", Idle)
+				require.EqualValues(t, 50*(i+1), f.booking("a"))
+				require.EqualValues(t, 300, f.outsiders())
+				f.reconfigure(func(c *Config) { c.Reserve += gpu.MiB }) // a reload of the configuration changes nothing of it
+				require.EqualValues(t, 50*(i+1), f.booking("a"))
+			}
+		})
+	}
+}
+
+func TestFC31_AContextThatIsUsedAgainIsNoLeak(t *testing.T) {
+	f := given(t, 16384, server("a", 9000))
+	f.use(300)
+	f.warm("a", 9000)
+	for range 3 {
+		f.step(Unload{Slot: "a"})
+		f.unloaded("a")
+		f.use(-8400)
+		f.look(time.Second)
+		require.EqualValues(t, 600, f.booking("a"))
+		f.warm("a", 8400)
+		f.sample()
+		require.EqualValues(t, 9000, f.booking("a"))
+		require.EqualValues(t, 300, f.outsiders())
+	}
+}
+
+func TestFC26_ALoadOfAHundredSilentSecondsIsWaitedForAndServesAllWhoCame(t *testing.T) {
+	f := given(t, 16384, server("a", 9000, wide(4)), server("b", 9000))
+	first := f.submit("a")
+	var rest []*handle
+	for range 10 {
+		f.advance(10 * time.Second)
+		f.probe("b", No)
+		f.sample()
+		if len(rest) < 3 {
+			rest = append(rest, f.submit("a"))
+		}
+		f.requireState("a", Loading)
+		f.requireWaiting(first)
+	}
+	other := f.submit("b")
+	f.loaded("a")
+	f.requireRunning(append(rest, first)...)
+	f.requireWaiting(other)
+	f.requireLoads("a")
+	require.Equal(t, "ready after 1m40s", f.decided("loaded", "a").Reason)
 	require.Zero(t, f.s.Snapshot(f.now).Counts.Refused)
 }

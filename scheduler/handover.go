@@ -140,6 +140,9 @@ func (s *State) stopNow(now time.Time, v *slot) {
 		if c := s.card(h.card); c != nil {
 			l, i := s.ledger(c, v)
 			seen, free, used, out = l.Seen[i], c.Free, l.Used, l.Outsiders
+			if leak := v.leak(h, out); v.state == Ready {
+				h.booking, h.before, seen, out = h.booking+leak, 0, seen+leak, out-leak
+			}
 			fresh = v.state == Ready && !c.seenAt.Before(later(v.readyAt, v.settledAt))
 		}
 		st.fresh = append(st.fresh, fresh)
@@ -387,7 +390,8 @@ func (s *State) load(now time.Time, t *slot) {
 	need, avail := s.needOf(t)
 	s.cards(t, func(c *card, h *holding) {
 		h.loadOut = s.outsiders(c)
-		h.booking, h.residue, h.drop, h.loadFree, h.frozen, h.hasMeas, h.peak, h.guessed = t.claim(), 0, 0, c.Free, false, false, 0, false
+		h.booking, h.loadFree, h.before = t.claim(), c.Free, h.residue
+		h.residue, h.drop, h.frozen, h.hasMeas, h.peak, h.guessed = 0, 0, false, false, 0, false
 	})
 	t.settled, t.loadAt = false, now
 	t.want.victim, t.want.blocked, t.want.planned, t.want.tries, t.want.atMost = nil, time.Time{}, 0, nil, 0

@@ -307,6 +307,7 @@ func (s *State) release(now time.Time, e *Release) {
 		if orphan {
 			sl.orphans++
 			sl.leftBy = now
+			sl.firstLeft = sl.firstLeft || sl.first == id
 			s.wakeBy(now.Add(s.cfg.DrainTimeout))
 		}
 		if sl.cfg.CanBusy {
@@ -349,7 +350,7 @@ func (s *State) ended(n int) {
 
 // warm ends the transition that the first job of a lazy slot is.
 func (s *State) warm(now time.Time, sl *slot) {
-	sl.first, sl.warming = 0, false
+	sl.first, sl.warming, sl.firstLeft = 0, false, false
 	s.doubt(now, sl)
 	sl.since = now // what a probe saw before is of no use: the server was still loading
 }
@@ -435,7 +436,7 @@ func (s *State) letGo(now time.Time, sl *slot, n int) {
 	sl.orphans = min(sl.orphans, sl.held)
 	sl.idleAt = now
 	sl.settle(now)
-	if sl.warming && s.jobs.get(sl.first) == nil && sl.held == 0 { // its first job was among them
+	if sl.warming && s.jobs.get(sl.first) == nil && (sl.held == 0 || sl.firstLeft) { // its first job was among them
 		s.warm(now, sl)
 	}
 	s.unlock(sl)

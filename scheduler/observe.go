@@ -180,6 +180,7 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 	switch {
 	case e.Loaded == Yes && (sl.state == Unknown || sl.state == Idle):
 		for _, h := range sl.on { // booked, never refused
+			h.before, h.loadOut = h.residue, h.baseOut // what is foreign now may be its own
 			h.booking, h.residue, h.peak = max(sl.claim(), h.residue), 0, 0
 		}
 		s.to(now, sl, Ready)
@@ -330,7 +331,31 @@ func (s *State) follow(c *card) {
 		}
 	}
 	s.capResidues(c)
+	s.claimLeaks(c)
 	s.noteForeign(c)
+}
+
+// claimLeaks books what a slot kept from before its load, and has not used again, to it: a leak never becomes an
+// outsider (accounting §4). It shows as memory that nobody explains once the load has taken what it takes.
+func (s *State) claimLeaks(c *card) {
+	if !c.Known {
+		return
+	}
+	for _, sl := range s.slots {
+		h := sl.hold(c.Index)
+		if h == nil || h.before <= 0 || sl.state != Ready || !sl.settledOn(c) || s.transition(c.Index) != nil {
+			continue
+		}
+		h.booking, h.before = h.booking+sl.leak(h, s.outsiders(c)), 0
+	}
+}
+
+// leak is what of its residue from before its load a slot has not used again, if outsiders seem to hold so much.
+func (sl *slot) leak(h *holding, outsiders gpu.Bytes) gpu.Bytes {
+	if h.hasMeas {
+		return 0
+	}
+	return clamp(outsiders-h.loadOut, 0, h.before)
 }
 
 // capResidues caps what unloaded slots left on a GPU anew by what nobody else explains of its memory.

@@ -58,7 +58,7 @@ func (s *State) admitOne(now time.Time) bool {
 func (s *State) admitHead(now time.Time, sl *slot) {
 	j := sl.queue.head()
 	if sl.cfg.lazy() && !sl.cfg.Cloud && sl.started == 0 && sl.state == Ready && !sl.settled && s.cfg.Mode == Evicting {
-		sl.first, sl.warming = j.id, true
+		sl.first, sl.warming, sl.firstLeft = j.id, true, false
 	}
 	s.start(now, j)
 }

@@ -127,6 +127,7 @@ type slot struct {
 	leftBy    time.Time // … when the last of them was broken off
 	first     JobID     // the job inside which a lazy server loads
 	warming   bool      // … which counts as a transition until it ends
+	firstLeft bool      // … whose client has left
 	started   int       // jobs started since READY
 	loadedAt  time.Time // since when it is loaded, unloads that failed or go on included; zero: it is not, as far as was seen
 	readyAt   time.Time
@@ -189,6 +190,7 @@ type holding struct {
 	known    gpu.Bytes // residue after the last unload; -1: never unloaded
 	loadFree gpu.Bytes // free when its load began
 	loadOut  gpu.Bytes // … and foreign
+	before   gpu.Bytes // its residue when its load began, until it is known whether it was used again
 	drop     gpu.Bytes
 	frozen   bool // another transition began since: drop and residue don't follow free memory any more
 	guessed  bool // IDLE: the residue may be an outsider's who came during a load that failed
