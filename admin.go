@@ -74,6 +74,9 @@ func (Admin) serve(w http.ResponseWriter, r *http.Request) error {
 		}
 		return writeJSON(w, doc(p))
 	}
+	if rest == "" && r.Method == http.MethodGet {
+		return writeJSON(w, map[string]string{"status": "ok", "routes": adminRoutes})
+	}
 	if methods := pages[rest]; methods != nil {
 		if serve := methods[r.Method]; serve != nil {
 			return serve(w, r, p.broker)
@@ -93,8 +96,11 @@ func (Admin) serve(w http.ResponseWriter, r *http.Request) error {
 		return perform(w, r, p.broker, name, act.do)
 	}
 	return caddy.APIError{HTTPStatus: http.StatusNotFound,
-		Err: fmt.Errorf("no such route: %s; there are status, decisions, healthz, explain, config, lend, drain, resume, and of consumers/<name>/: load, unload, drain, resume, pin, unpin", r.URL.Path)}
+		Err: fmt.Errorf("no such route: %s; there are %s", r.URL.Path, adminRoutes)}
 }
+
+// adminRoutes are what there is, for people who look around.
+const adminRoutes = "status, decisions, healthz, explain, config, lend, drain, resume, and of consumers/<name>/: load, unload, drain, resume, pin, unpin"
 
 // action does something with a consumer, or with all if the name is empty.
 type action func(ctx context.Context, b *broker.Broker, name string, force bool) error

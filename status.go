@@ -2,8 +2,11 @@ package gpubroker
 
 import (
 	"encoding/json"
+	"fmt"
+	"maps"
 	"net/http"
 	"path"
+	"slices"
 	"strings"
 
 	"github.com/caddyserver/caddy/v2"
@@ -24,9 +27,10 @@ func init() {
 // -----|-------
 // `…/status` | the GPUs, the model servers, the queue and the counters, as JSON
 // `…/decisions` | the last 1,000 decisions with their reasons, oldest first; with `?follow=true` new ones as they are made, as an event stream
-// `…/healthz`, `…/` | whether the broker lives
+// `…/healthz` | whether the broker lives
+// `…/` | the same, and which paths there are
 //
-// It only reads, and counts as no use of any server.
+// What no handler after it serves either gets 404. It only reads, and counts as no use of any server.
 type StatusHandler struct {
 	pool *pooled
 }
@@ -46,7 +50,8 @@ func (h *StatusHandler) Provision(ctx caddy.Context) error {
 	return nil
 }
 
-// ServeHTTP answers what it knows and leaves the rest to the next handler.
+// ServeHTTP answers what it knows and leaves the rest to the next handler. What
+// that does not serve either, where Caddy would answer 200 with nothing, gets 404.
 func (h *StatusHandler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
 	last := path.Base(r.URL.Path)
 	if strings.HasSuffix(r.URL.Path, "/") {
@@ -54,7 +59,11 @@ func (h *StatusHandler) ServeHTTP(w http.ResponseWriter, r *http.Request, next c
 	}
 	doc := documents[last]
 	if doc == nil {
-		return next.ServeHTTP(w, r)
+		err := next.ServeHTTP(w, r)
+		if unhandled, _ := caddyhttp.GetVar(r.Context(), "unhandled").(bool); err == nil && unhandled {
+			return h.notFound(w, r)
+		}
+		return err
 	}
 	if r.Method != http.MethodGet && r.Method != http.MethodHead {
 		w.Header().Set("Allow", "GET, HEAD")
@@ -72,10 +81,32 @@ var documents = map[string]func(p *pooled) any{
 	"status":    func(p *pooled) any { return p.broker.Status() },
 	"decisions": func(p *pooled) any { return map[string]any{"decisions": p.broker.Decisions()} },
 	"healthz":   alive,
-	"":          alive,
+	"":          func(*pooled) any { return map[string]any{"status": "ok", "paths": paths} },
 }
 
 func alive(*pooled) any { return map[string]string{"status": "ok"} }
+
+// paths say what the documents are, for people who look around.
+var paths = map[string]string{
+	"status":                "the GPUs, the model servers, the queue and the counters",
+	"decisions":             "the last 1,000 decisions with their reasons",
+	"decisions?follow=true": "new decisions as they are made, as an event stream",
+	"healthz":               "whether the broker lives",
+}
+
+// notFound answers a path at which there is nothing.
+func (h *StatusHandler) notFound(w http.ResponseWriter, r *http.Request) error {
+	f := &failure{status: http.StatusNotFound, code: "not_found",
+		message: fmt.Sprintf("there is nothing at %s: the last element of the path is %s", r.URL.Path, strings.Join(slices.Sorted(maps.Keys(paths)), ", "))}
+	metrics.errors.WithLabelValues("", f.code).Inc()
+	if srv, ok := r.Context().Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server); ok && srv != nil && srv.Errors != nil && len(srv.Errors.Routes) > 0 {
+		return caddyhttp.Error(f.status, f)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Cache-Control", "no-store")
+	w.WriteHeader(f.status)
+	return json.NewEncoder(w).Encode(errorDocument{errorBody{Message: f.message, Type: "gpu_broker_error", Code: f.code}})
+}
 
 func writeJSON(w http.ResponseWriter, doc any) error {
 	w.Header().Set("Content-Type", "application/json")

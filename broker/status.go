@@ -3,6 +3,7 @@ package broker
 import (
 	"time"
 
+	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
@@ -232,8 +233,18 @@ func (b *Broker) consumerStatus(name string, slots []scheduler.SlotView) Consume
 // configured adds what is known beside the scheduler. It holds mu.
 func (b *Broker) configured(c *consumer, out *Consumer) {
 	out.TotalRequests = c.requests
-	out.StayWarmS = time.Duration(c.cfg.KeepAlive).Seconds()
+	out.StayWarmS = b.stayWarm(c.cfg).Seconds()
 	out.Cloud = c.cfg.Cloud
+}
+
+// stayWarm returns for how long a consumer stays loaded when nobody uses it: its own or its
+// category's idle time, and keep_alive where that is longer or where nothing is unloaded as idle.
+func (b *Broker) stayWarm(c *config.Consumer) time.Duration {
+	keep := time.Duration(c.KeepAlive)
+	if c.Cloud || b.current.Load().Config.IdleUnload != config.On || c.VRAMManaged && !c.OwnIdleTimeout() {
+		return keep
+	}
+	return max(keep, c.Idle())
 }
 
 // partnerStatus is that of a consumer that shares the process of another. It holds mu.

@@ -3,6 +3,7 @@ package e2e
 import (
 	"context"
 	"encoding/json"
+	"strings"
 	"testing"
 	"time"
 
@@ -58,7 +59,7 @@ func TestHealthzIsCheapAndReadOnly(t *testing.T) {
 	for _, path := range []string{"/gpu/healthz", "/gpu/"} {
 		a := s.get(path)
 		require.Equal(t, 200, a.status)
-		require.JSONEq(t, `{"status":"ok"}`, string(a.body))
+		require.Contains(t, string(a.body), `"status":"ok"`)
 		require.Equal(t, 405, s.post(path, "x").status)
 	}
 	require.Equal(t, 405, s.post("/gpu/status", "x").status)
@@ -132,4 +133,47 @@ func TestStatusAnswersWhileEverythingIsBusy(t *testing.T) {
 	for _, ch := range waits {
 		s.ok(ch)
 	}
+}
+
+func TestN5_TheStatusPathListsWhatIsThereAndAWrongOneIs404(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{plainModel("a", 2)}, Routes: "handle /else/* {\ngpu_broker_status\nrespond \"the next handler\"\n}"})
+	var list struct{ Paths map[string]string }
+	s.json("/gpu/", &list)
+	for _, path := range []string{"status", "decisions", "healthz"} {
+		require.NotEmpty(t, list.Paths[path])
+		require.Equal(t, 200, s.get("/gpu/"+path).status)
+	}
+	for _, path := range []string{"/gpu/stauts", "/gpu/status/x", "/gpu/metrics"} {
+		for _, method := range []string{"GET", "POST"} {
+			a := s.do(context.Background(), method, path, nil)
+			require.Equal(t, 404, a.status, "%s %s", method, path)
+			r := s.refusal(a)
+			require.Equal(t, "not_found", r.Code)
+			for _, word := range []string{path, "status", "decisions", "healthz"} {
+				require.Contains(t, r.Message, word)
+			}
+		}
+	}
+	require.Equal(t, 6.0, s.metric(`errors_total{code="not_found",consumer=""}`))
+	require.Equal(t, "the next handler", string(s.get("/else/where").body), "a handler after it may serve the path")
+	a := s.adminDo("GET", "/gpu_broker/", "", "")
+	require.Equal(t, 200, a.status)
+	require.Contains(t, string(a.body), "explain")
+	require.Equal(t, 404, s.adminDo("GET", "/gpu_broker/stauts", "", "").status)
+}
+
+func TestN2_StayWarmIsTheTimeThatRules(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Global: "idle_timeout 7m\nstay_warm diffusion 20m", Consumers: []consumer{
+		plainModel("plain", 2), plainModel("category", 2, "category diffusion"), plainModel("own", 2, "category diffusion\nidle_timeout 2m"),
+		plainModel("kept", 2, "keep_alive 1h"), plainModel("forever", 2, "idle_timeout 0\nkeep_alive 30s"),
+	}})
+	for name, want := range map[string]time.Duration{"plain": 7 * time.Minute, "category": 20 * time.Minute, "own": 2 * time.Minute, "kept": time.Hour, "forever": 30 * time.Second} {
+		require.Equal(t, want.Seconds(), s.status().Consumers[name].StayWarmS, name)
+	}
+	s.reloaded(func(c string) string {
+		return strings.Replace(c, "idle_timeout 7m", "idle_timeout 7m\nidle_unload off", 1)
+	})
+	require.Zero(t, s.status().Consumers["category"].StayWarmS, "nothing is unloaded as idle")
 }

@@ -289,7 +289,7 @@ func (s *site) dialSocket(path string) *websocket.Conn {
 func nth(base string, i int, extra string) string {
 	c := strings.Replace(base, "respond 0", "respond "+strconv.Itoa(i), 1)
 	c = insert(c, fmt.Sprintf("idle_timeout %dm\nmax_queue %d", 10+i, 400+i))
-	c = strings.Replace(c, "consumer turns {", fmt.Sprintf("consumer turns {\nkeep_alive %ds", i), 1)
+	c = strings.Replace(c, "consumer turns {", fmt.Sprintf("consumer turns {\nidle_timeout 0\nkeep_alive %ds", i), 1)
 	if i%2 == 0 {
 		c = insert(c, fmt.Sprintf("consumer extra {\nupstream %s\nvram 1GiB\n%s\n}", extra, manners[""]))
 	}
