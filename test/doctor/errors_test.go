@@ -46,7 +46,7 @@ func TestFaultsOfTheConfigurationNameTheirPlace(t *testing.T) {
 		"a route without a slash":                {consumer("\t\t\tgpu_routes prompt"), 9, []string{`route "prompt"`, "must begin with a slash"}},
 		"a method that is misspelt":              {consumer("\t\t\tgpu_routes \"PSOT /prompt\""), 9, []string{`unknown method "PSOT": did you mean POST?`}},
 		"a star within a path":                   {consumer("\t\t\tbypass /a/*/b"), 9, []string{"a * is allowed only at the end of the path"}},
-		"a query in a route":                     {consumer("\t\t\ttouch /a?b"), 9, []string{"leave out the query"}},
+		"a query in a route":                     {consumer("\t\t\ttouch /a?b=c"), 9, []string{"only the name of a parameter"}},
 		"a health route without a slash":         {consumer("\t\t\tupstream 127.0.0.1:1\n\t\t\thealth health"), 10, []string{`path "health" does not begin with a slash`}},
 		"an unload route's method":               {consumer("\t\t\tupstream 127.0.0.1:1\n\t\t\tunload PSOT /unload"), 10, []string{`unknown method "PSOT": did you mean POST?`}},
 		"an upstream that is a URL":              {consumer("\t\t\tupstream http://127.0.0.1:1/"), 9, []string{"leave out http://"}},
