@@ -2,6 +2,7 @@ package broker
 
 import (
 	"context"
+	"fmt"
 	"sync"
 	"testing"
 	"time"
@@ -29,6 +30,7 @@ type fakeGPU struct {
 	used  gpu.Bytes
 	lost  error // telemetry
 	looks int
+	more  int // further GPUs, which nobody's memory is on
 	tells func(*gpu.Device) // what it tells beside its memory
 }
 
@@ -61,7 +63,11 @@ func (g *fakeGPU) Sample(context.Context, gpu.Detail) (gpu.Sample, error) {
 	if g.tells != nil {
 		g.tells(&d)
 	}
-	return gpu.Sample{At: time.Now(), Devices: []gpu.Device{d}}, nil
+	devices := []gpu.Device{d}
+	for i := range g.more {
+		devices = append(devices, gpu.Device{Index: i + 1, UUID: fmt.Sprintf("GPU-%d", i+2), Health: gpu.Healthy, Total: g.total, Free: g.total, MemoryKnown: true, Utilisation: -1, Temperature: -1, Power: -1})
+	}
+	return gpu.Sample{At: time.Now(), Devices: devices}, nil
 }
 
 // fakeServer is a model server that takes and gives memory of a fakeGPU.
@@ -72,6 +78,7 @@ type fakeServer struct {
 	asked  time.Duration // how long its busy route takes
 	load   time.Duration
 	unload time.Duration
+	late   time.Duration // how long after an unload its memory comes back
 
 	mu      sync.Mutex
 	loaded  bool
@@ -163,6 +170,10 @@ func (f *fakeServer) Unload(ctx context.Context, _ lifecycle.Target) (bool, erro
 		return false, f.refuse
 	}
 	f.loaded = false
+	if f.late > 0 {
+		time.AfterFunc(f.late, func() { f.gpu.move(-f.size) })
+		return true, nil
+	}
 	f.gpu.move(-f.size)
 	return true, nil
 }

@@ -16,15 +16,20 @@ const maxBody = 512 << 20
 
 // request is what wrap knows of the request that is being served.
 type request struct {
-	id  int
-	tag string
+	id   int
+	tag  string
+	work *work
+}
+
+// work is the piece of work that a request is: its model and the epoch of that at
+// which it joined the model. Any unload after that breaks it, also one between
+// two parts of it or before the first. m is nil outside of work. It is guarded by Server.mu.
+type work struct {
+	m     *model
+	epoch int
 }
 
 type requestKey struct{}
-
-// epochKey is the model's epoch at which a piece of work began, where the work
-// has several parts or waits for a turn: an unload between them breaks it too.
-type epochKey struct{}
 
 // errAnswered says of a piece of work that its client was told of an error.
 var errAnswered = errors.New("answered")
@@ -35,6 +40,13 @@ var errBroken = errors.New("the model was unloaded under running work")
 func requestOf(ctx context.Context) request {
 	r, _ := ctx.Value(requestKey{}).(request)
 	return r
+}
+
+// joins notes the epoch of m, unless the request has joined m already. For holders of mu.
+func (r request) joins(m *model) {
+	if r.work != nil && r.work.m != m {
+		*r.work = work{m, m.epoch}
+	}
 }
 
 // wrap is what all manners share: counting, the log, /control, and the faults
@@ -52,7 +64,7 @@ func (l *life) wrap(next http.Handler) http.Handler {
 		s := l.s
 		s.mu.Lock()
 		s.nextID++
-		req := request{id: s.nextID, tag: r.Header.Get("X-Tag")}
+		req := request{id: s.nextID, tag: r.Header.Get("X-Tag"), work: new(work)}
 		quiet := s.opts.Quiet
 		s.countPath(r.URL.Path)
 		s.stats.InFlight++
@@ -157,6 +169,7 @@ func (l *life) beginWork(req request, m *model) (end func(ok bool)) {
 	s := l.s
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	req.joins(m)
 	s.stats.Working++
 	s.stats.MaxConcurrent = max(s.stats.MaxConcurrent, s.stats.Working)
 	quiet := s.opts.Quiet
@@ -174,6 +187,9 @@ func (l *life) beginWork(req request, m *model) (end func(ok bool)) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		s.stats.Working--
+		if req.work != nil {
+			*req.work = work{}
+		}
 		if ok {
 			s.stats.Worked++
 			log(EventWorkEnd)
@@ -198,8 +214,8 @@ func (l *life) runPart(ctx context.Context, m *model, d time.Duration, holds boo
 		ctx = context.WithoutCancel(ctx)
 	}
 	before, held := m.epoch, holds && s.faults.HoldWork
-	if since, ok := ctx.Value(epochKey{}).(int); ok {
-		before = since
+	if w := requestOf(ctx).work; w != nil && w.m == m {
+		before = w.epoch
 	}
 	whole := m.epoch == before
 	s.mu.Unlock()

@@ -1,8 +1,10 @@
 package modelserver
 
 import (
+	"context"
 	"net"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -61,4 +63,18 @@ func TestAServerThatIsHeldStartsAnewOnceItMay(t *testing.T) {
 	want(t, 200, call(bound(t), "POST", s.URL()+"/control", `{"restart_after":"1ms"}`))
 	require.NoError(t, s.WaitFor(bound(t), func(st Stats) bool { return !st.Alive }))
 	require.NoError(t, s.Close(), "a held start does not keep it from closing")
+}
+
+func TestAnUnloadBeforeTheFirstPartOfAWorkBreaksIt(t *testing.T) {
+	s := start(t, Options{VRAM: gpu.GiB, Preloaded: true})
+	l := s.current()
+	m := l.models[s.Name()]
+	release, err := l.acquire(bound(t), m, false)
+	require.NoError(t, err)
+	defer release()
+	req := request{id: 1, work: new(work)}
+	end := l.beginWork(req, m)
+	defer end(false)
+	require.NoError(t, s.Unload(bound(t)))
+	require.ErrorIs(t, l.run(context.WithValue(bound(t), requestKey{}, req), m, time.Minute), errBroken)
 }

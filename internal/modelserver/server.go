@@ -292,6 +292,9 @@ func (s *Server) begin(load bool) error {
 		// It ends with ErrServerClosed: die closes the listener.
 		_ = l.http.Serve(listener)
 	})
+	if !serving && kind.early && !load {
+		return nil // it has started, and ended by a load that failed at once
+	}
 	if !serving {
 		return fmt.Errorf("server %s died before it listened", s.name)
 	}

@@ -186,7 +186,7 @@ func (s *shape) begin(j *job) (release, done func(), err error) {
 		return nil, nil, err
 	}
 	s.l.s.mu.Lock()
-	j.r = j.r.WithContext(context.WithValue(j.r.Context(), epochKey{}, j.m.epoch))
+	requestOf(j.r.Context()).joins(j.m)
 	s.l.s.mu.Unlock()
 	if !s.locks {
 		if done, err = s.turn(j); err != nil {
