@@ -30,7 +30,7 @@ type fakeGPU struct {
 	used  gpu.Bytes
 	lost  error // telemetry
 	looks int
-	more  int // further GPUs, which nobody's memory is on
+	more  int               // further GPUs, which nobody's memory is on
 	tells func(*gpu.Device) // what it tells beside its memory
 }
 

@@ -3,7 +3,7 @@
 // a test fail. The sources themselves are not touched: the go command is given
 // the changed file as an overlay.
 //
-//	go run ./internal/mutants [-histories]
+//	go run ./internal/mutants [-histories] [-only broker]
 //
 // The table tests run first, until one fails; the random histories only where
 // none does, or with -histories, which tells how much these find by themselves.
@@ -25,6 +25,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -38,10 +39,16 @@ const properties = "^(TestRandomHistoriesKeepTheRules|TestHonestServersNeverRunO
 // limit bounds the tests of one mutant.
 const limit = 2 * time.Minute
 
-var histories = flag.Bool("histories", false, "try the random histories on every fault")
+var (
+	histories = flag.Bool("histories", false, "try the random histories on every fault")
+	only      = flag.String("only", "", "plant only the faults whose name or folder holds this")
+)
 
 func main() {
 	flag.Parse()
+	mutants = slices.DeleteFunc(mutants, func(m mutant) bool {
+		return !strings.Contains(m.name, *only) && !strings.Contains(m.folder(), *only)
+	})
 	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, "mutants:", err)
 		os.Exit(1)
@@ -146,6 +153,10 @@ func try(root, dir string, m mutant) (v verdict) {
 		return v
 	}
 	defer func() { _ = os.Remove(tests) }()
+	if m.tests != "" {
+		v.byTables, v.err = test(root, tests, m, "-test.failfast", "-test.run", m.tests)
+		return v
+	}
 	if *histories {
 		if v.byHistories, v.err = test(root, tests, m, "-test.run", properties); v.err != nil {
 			return v

@@ -2,11 +2,12 @@ package main
 
 // mutant is one planted fault: in a file of a package, old becomes new.
 type mutant struct {
-	name string
-	dir  string // of the package; empty: scheduler
-	file string
-	old  string // must occur exactly once
-	new  string
+	name  string
+	dir   string // of the package; empty: scheduler
+	file  string
+	old   string // must occur exactly once
+	new   string
+	tests string // matches the tests that must find it; empty: all of the package
 }
 
 // mutants are the faults that the tests must catch: the ten that a scheduler of
@@ -427,5 +428,75 @@ var mutants = []mutant{
 		file: "driver.go",
 		old:  "if needsLoaded && d.plan.fullGPU {",
 		new:  "if false {",
+	},
+	{
+		name: "a hand-over looks at the memory every 2 s", dir: "broker", file: "samples.go", tests: "TestAHandOverLooksAtTheMemory",
+		old: "wait = max(fastInterval, s.MinInterval())",
+		new: "wait = max(sampleInterval, s.MinInterval())",
+	},
+	{
+		name: "lock_overtake and overtake_max change places", dir: "broker", file: "settings.go", tests: "TestEverySettingOfACaddyfile",
+		old: "OvertakeMax: c.EffectiveOvertakeMax(), LockOvertake: c.EffectiveLockOvertake(),",
+		new: "OvertakeMax: c.EffectiveLockOvertake(), LockOvertake: c.EffectiveOvertakeMax(),",
+	},
+	{
+		name: "lock_overtake is overtake_min, in its effect", dir: "broker", file: "settings.go", tests: "TestLockOvertakeIs",
+		old: "LockOvertake: c.EffectiveLockOvertake()",
+		new: "LockOvertake: c.EffectiveOvertakeMin()",
+	},
+	{
+		name: "overtake_max is lock_overtake, in its effect", dir: "broker", file: "settings.go", tests: "TestOvertakeMaxBounds",
+		old: "OvertakeMax: c.EffectiveOvertakeMax()",
+		new: "OvertakeMax: c.EffectiveLockOvertake()",
+	},
+	{
+		name: "reserved places and their priority change places", dir: "broker", file: "settings.go", tests: "TestReservedPlacesOfTheQueue",
+		old: "sc.ReservedPlaces, sc.ReservedBelow = r.Places, r.Below",
+		new: "sc.ReservedPlaces, sc.ReservedBelow = r.Below, r.Places",
+	},
+	{
+		name: "lock global is ignored", dir: "broker", file: "settings.go", tests: "TestLockGlobalLetsOne",
+		old: "LockGlobal: c.Lock == config.LockGlobal",
+		new: "LockGlobal: c.Lock == \"\"",
+	},
+	{
+		name: "victim_priority is ignored", dir: "broker", file: "settings.go", tests: "TestVictimPriorityLower",
+		old: "VictimLower: c.OnlyLowerVictims()",
+		new: "VictimLower: false",
+	},
+	{
+		name: "a server is started again before what it started is gone", dir: "lifecycle/process", file: "means_linux.go", tests: "TestAServerThatHasEndedIsStartedAgain",
+		old: "case <-before.gone:",
+		new: "case <-before.ended:",
+	},
+	{
+		name: "a process is not known by its mark", dir: "lifecycle/process", file: "means_linux.go", tests: "TestAnOrphanOfTheServer",
+		old: "return mark(pid) == c.record.Mark",
+		new: "return false",
+	},
+	{
+		name: "a server that starts anew is taken for gone at once", dir: "lifecycle/http", file: "unload.go", tests: "TestUnloadIsConfirmedByAServerThatComesBack",
+		old: "time.Since(refusedSince) >= goneAfter",
+		new: "time.Since(refusedSince) >= 0",
+	},
+	{
+		name: "a server that stays away is waited for until the time-out", dir: "lifecycle/http", file: "unload.go", tests: "TestUnloadOfAServerThatStaysAway",
+		old: "time.Since(refusedSince) >= goneAfter",
+		new: "false",
+	},
+	{
+		name: "a list that fails is asked for until the time-out", dir: "lifecycle/http", file: "unload.go", tests: "TestForEachWhoseListFailsAtOnce",
+		old: "\t\t\treturn failed != nil\n\t\t}\n",
+		new: "\t\t\treturn false\n\t\t}\n",
+	},
+	{
+		name: "a list that fails once in the middle ends the unload", dir: "lifecycle/http", file: "unload.go", tests: "TestForEachWhoseListFailsLater",
+		old: "\t\t\tif first {\n",
+		new: "\t\t\tif first || true {\n",
+	},
+	{
+		name: "the status may be cached", dir: ".", file: "status.go", tests: "TestWhatIsToldOfTheBrokerIsNeverCached",
+		old: "\tw.Header().Set(\"Cache-Control\", \"no-store\")\n",
+		new: "",
 	},
 }

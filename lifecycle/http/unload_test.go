@@ -4,9 +4,11 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"net"
 	"net/http"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -16,6 +18,9 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/internal/lifecycletest"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
+
+// goneFor is how long a server that starts anew is away: less than what it takes to be given up.
+const goneFor = 300 * time.Millisecond
 
 const unloadConfig = `{"health":{"path":"/health","loaded":"$.loaded"},"unload":{"path":"/unload"}}`
 
@@ -106,6 +111,75 @@ func TestUnloadAfterWhichNothingListensIsLeftToTheMemory(t *testing.T) {
 	confirmed, err := open(t, unloadConfig, f.addr).Unload(t.Context(), lifecycle.Target{})
 	assert.NoError(t, err)
 	assert.False(t, confirmed)
+}
+
+// A server that unloads by starting anew is not there for a moment, and then says so itself.
+func TestUnloadIsConfirmedByAServerThatComesBackAfterAMoment(t *testing.T) {
+	f := newFake(t)
+	back := make(chan struct{})
+	var again net.Listener
+	f.handle("POST /unload", func(http.ResponseWriter, *http.Request) {
+		_ = f.Listener.Close()
+		time.AfterFunc(goneFor, func() {
+			defer close(back)
+			var err error
+			if again, err = net.Listen("tcp", f.addr); err != nil {
+				return // the test says so
+			}
+			go func() { _ = http.Serve(again, says(200, `{"loaded":false}`)) }()
+		})
+	})
+	confirmed, err := open(t, unloadConfig, f.addr).Unload(t.Context(), lifecycle.Target{})
+	<-back
+	require.NotNil(t, again, "its port could not be taken again")
+	defer again.Close()
+	require.NoError(t, err)
+	assert.True(t, confirmed, "it was not away for long enough to be taken for gone")
+}
+
+func TestUnloadOfAServerThatStaysAwayEndsLongBeforeItsTimeOut(t *testing.T) {
+	f := newFake(t)
+	f.handle("POST /unload", func(http.ResponseWriter, *http.Request) { _ = f.Listener.Close() })
+	began := time.Now()
+	confirmed, err := open(t, unloadConfig, f.addr).Unload(t.Context(), lifecycle.Target{})
+	took := time.Since(began)
+	assert.NoError(t, err)
+	assert.False(t, confirmed)
+	assert.GreaterOrEqual(t, took, time.Second, "it may only be starting anew")
+	assert.Less(t, took, patience/2)
+}
+
+func TestForEachWhoseListFailsAtOnceIsAskedForOnce(t *testing.T) {
+	for name, answer := range map[string]http.HandlerFunc{
+		"an error": says(500, "boom"), "nonsense": says(200, "nonsense"), "no list of values": says(200, `{"models":[{"name":{}}]}`),
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFake(t)
+			f.handle("GET /api/ps", answer)
+			began := time.Now()
+			_, err := open(t, ollamaLike, f.addr).Unload(t.Context(), lifecycle.Target{})
+			assert.Error(t, err)
+			assert.Len(t, f.called("GET /api/ps"), 1)
+			assert.Less(t, time.Since(began), patience/2)
+		})
+	}
+}
+
+func TestForEachWhoseListFailsLaterIsAskedForAgain(t *testing.T) {
+	f := newFake(t)
+	m := newModels(f, 0, "a")
+	var asked atomic.Int32
+	f.handle("GET /api/ps", func(w http.ResponseWriter, r *http.Request) {
+		if asked.Add(1) == 2 {
+			http.Error(w, "boom", http.StatusInternalServerError)
+			return
+		}
+		m.list(w, r)
+	})
+	confirmed, err := open(t, ollamaLike, f.addr).Unload(t.Context(), lifecycle.Target{})
+	require.NoError(t, err)
+	assert.True(t, confirmed)
+	assert.Equal(t, []string{"a"}, m.asked)
 }
 
 func TestUnloadEndsWithItsContext(t *testing.T) {

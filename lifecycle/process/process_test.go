@@ -4,6 +4,7 @@ package process_test
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net"
 	"os"
@@ -106,6 +107,22 @@ func TestFC29WorkersEndWithTheirServer(t *testing.T) {
 			require.NotEqual(t, pid, o.load(t), "it can be started again")
 		})
 	}
+}
+
+// A process that left the group and whose parent has ended has no ancestor that tells whose it is: its mark does.
+func TestAnOrphanOfTheServerIsItsOwnByItsMark(t *testing.T) {
+	self, err := os.Executable()
+	require.NoError(t, err)
+	raw, err := json.Marshal([]string{"/bin/sh", "-c", `"$0" -workers 1 -setsid -exit 0; exec "$0" -port {gpu_broker.port}`, self})
+	require.NoError(t, err)
+	o := open(t, `{"command": `+string(raw)+`, "env": {"`+roleVariable+`": "server"}, "server": {"health": {"path": "/health"}}}`)
+	pid := o.load(t)
+	orphan := o.workers(t, 1)[0]
+	require.NotContains(t, process.GroupOf(pid), orphan)
+	require.True(t, o.Owns(orphan))
+	o.unload(t)
+	gone(t, orphan, pid)
+	require.False(t, o.Owns(orphan))
 }
 
 func TestAServerThatIsDeafIsKilledAfterItsGrace(t *testing.T) {
