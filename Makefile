@@ -110,6 +110,12 @@ real: build bin/gotestsum ## with real servers, which it builds once: ollama, ll
 mutants: ## planted faults must each make a test fail
 	$(GO) run ./internal/mutants
 
+SEED ?= 1
+N    ?= 150
+.PHONY: mutants-random
+mutants-random: ## faults at random, and which of them no test finds: SEED=7, N=30, ONLY=routing
+	$(GO) run ./internal/mutants -random $(N) -seed $(SEED) -only "$(ONLY)"
+
 .PHONY: tools
 tools: ## sees to the programs and packages that the tests need
 	scripts/tools.sh

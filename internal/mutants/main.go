@@ -10,6 +10,12 @@
 //
 // It exits with 1 if a fault survives, does not compile, or has no place in the
 // sources any more.
+//
+//	go run ./internal/mutants -random 150 -seed 7 [-only routing] [-e2e=false]
+//
+// With -random it plants small faults at random instead: operators, conditions, bounds, lost statements, early
+// returns. The same seed gives the same faults as long as their lines stay as they are. It prints what survives and
+// how many were caught, and exits with 1 only if it could not try some.
 package main
 
 import (
@@ -41,7 +47,10 @@ const limit = 2 * time.Minute
 
 var (
 	histories = flag.Bool("histories", false, "try the random histories on every fault")
-	only      = flag.String("only", "", "plant only the faults whose name or folder holds this")
+	only      = flag.String("only", "", "plant only the faults whose name or folder holds this; with -random, in the rooms whose name does")
+	random    = flag.Int("random", 0, "instead of the planted faults, try so many random ones")
+	seed      = flag.Uint64("seed", 1, "which random ones")
+	withE2E   = flag.Bool("e2e", true, "try end-to-end tests on random faults of the request path that its own tests do not find")
 )
 
 func main() {
@@ -66,6 +75,9 @@ func run() error {
 	}
 	defer func() { _ = os.RemoveAll(dir) }()
 
+	if *random > 0 {
+		return randomly(root, dir, *seed, *random, *only)
+	}
 	out := tabwriter.NewWriter(os.Stdout, 0, 8, 2, ' ', 0)
 	_, _ = fmt.Fprintln(out, "fault\trandom histories\ttables")
 	var survivors []string
@@ -179,8 +191,13 @@ func plant(root, dir string, m mutant) (overlay string, err error) {
 	if n := bytes.Count(source, []byte(m.old)); n != 1 {
 		return "", fmt.Errorf("its place must occur exactly once in %s/%s, and does %d times: bring the fault up to date with the code", m.folder(), m.file, n)
 	}
-	changed := filepath.Join(dir, m.file)
-	if err := os.WriteFile(changed, bytes.Replace(source, []byte(m.old), []byte(m.new), 1), 0o600); err != nil {
+	return overlaid(root, dir, m, bytes.Replace(source, []byte(m.old), []byte(m.new), 1))
+}
+
+// overlaid writes a file of a fault and the overlay that puts it in place of the true one.
+func overlaid(root, dir string, m mutant, source []byte) (overlay string, err error) {
+	path, changed := filepath.Join(root, m.folder(), m.file), filepath.Join(dir, m.file)
+	if err := os.WriteFile(changed, source, 0o600); err != nil {
 		return "", err
 	}
 	text, err := json.Marshal(map[string]map[string]string{"Replace": {path: changed}})
@@ -196,6 +213,9 @@ var failed = regexp.MustCompile(`(?m)^--- FAIL: (\S+)`)
 // test runs tests with a fault and says which failed; empty: none.
 func test(root, tests string, m mutant, which ...string) (string, error) {
 	args := append([]string{"-test.timeout", limit.String()}, which...)
+	if tests == "env" { // a variable and the program come first
+		args = slices.Concat(which[:2], []string{"-test.timeout", limit.String()}, which[2:])
+	}
 	if m.folder() == "scheduler" {
 		args = append(args, "-rapid.nofailfile", "-rapid.shrinktime=1ms")
 	}

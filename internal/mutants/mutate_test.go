@@ -1,0 +1,82 @@
+package main
+
+import (
+	"go/parser"
+	"go/token"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+const sample = `package p
+
+func f(a, b int) bool {
+	if a < 3 && b == 0 {
+		a++
+		return true
+	}
+	g(min(a, b))
+	return a > b || b > 7
+}
+
+func g(int) {
+	log.Info("x")
+}
+`
+
+func TestChangesAreSmallFaultsInCodeThatStillParses(t *testing.T) {
+	all, err := changes("p.go", []byte(sample))
+	require.NoError(t, err)
+	var news []string
+	for _, c := range all {
+		_, err := parser.ParseFile(token.NewFileSet(), "p.go", c.apply([]byte(sample)), 0)
+		require.NoError(t, err, c.id())
+		news = append(news, c.new)
+	}
+	for _, want := range []string{
+		"if a <= 3 && b == 0 {", "if a >= 3 && b == 0 {", "if a < 3 || b == 0 {", "if a < 3 && b != 0 {", "if !(a < 3 && b == 0) {", "if a < 4 && b == 0 {",
+		"{}", "return false", "g(max(a, b))", "return a > b && b > 7", "return !(a > b || b > 7)", `return; log.Info("x")`,
+	} {
+		require.Contains(t, news, want)
+	}
+	require.Equal(t, 1, countOf(news, "{}")-1, "a++ and g(…) can be dropped, and a log line is not worth it")
+	again, err := changes("p.go", []byte("package p\n\n// more lines\n\n"+sample[len("package p\n"):]))
+	require.NoError(t, err)
+	require.Len(t, again, len(all))
+	for i := range all {
+		require.Equal(t, all[i].id(), again[i].id(), "it is known by its text, not by its line")
+	}
+}
+
+func countOf(all []string, one string) (n int) {
+	for _, s := range all {
+		if s == one {
+			n++
+		}
+	}
+	return n
+}
+
+func TestEveryRoomHasFaultsToTryAndTheSeedOrdersThem(t *testing.T) {
+	root, err := moduleRoot()
+	require.NoError(t, err)
+	for _, r := range rooms {
+		one, err := candidates(root, r, 1)
+		require.NoError(t, err, r.name)
+		require.Greater(t, len(one), 100, r.name)
+		same, err := candidates(root, r, 1)
+		require.NoError(t, err)
+		require.Equal(t, one, same, r.name)
+		other, err := candidates(root, r, 2)
+		require.NoError(t, err)
+		require.False(t, slices.Equal(ids(one), ids(other)), r.name)
+	}
+}
+
+func ids(all []tried) (out []string) {
+	for _, t := range all {
+		out = append(out, t.change.id())
+	}
+	return out
+}
