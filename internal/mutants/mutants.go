@@ -47,8 +47,8 @@ var mutants = []mutant{
 	{
 		name: "the fit is decided for one amount, another is booked",
 		file: "handover.go",
-		old:  "h.frozen, h.hasMeas = t.claim(), 0, 0,",
-		new:  "h.frozen, h.hasMeas = t.claim()/2, 0, 0,",
+		old:  "h.booking, h.loadFree, h.before = t.claim(), c.Free, h.residue",
+		new:  "h.booking, h.loadFree, h.before = t.claim()/2, c.Free, h.residue",
 	},
 	{
 		name: "last use is the start of a job, not its end",
@@ -379,8 +379,8 @@ var mutants = []mutant{
 		name: "the whole server is unloaded for one of its models",
 		dir:  "broker",
 		file: "effects.go",
-		old:  "t := lifecycle.Target{Model: sl.model}",
-		new:  "t := lifecycle.Target{}",
+		old:  "t := lifecycle.Target{Model: sl.model, ",
+		new:  "t := lifecycle.Target{",
 	},
 	{
 		name: "a pending configuration rules at once",
@@ -419,8 +419,8 @@ var mutants = []mutant{
 		name: "models that were removed do not hear of their server",
 		dir:  "broker",
 		file: "effects.go",
-		old:  "range b.allSlots(c) {\n\t\tb.apply(now, said(",
-		new:  "range slices.Clone(c.slots) {\n\t\tb.apply(now, said(",
+		old:  "range b.allSlots(c) {\n\t\tif sl.turnOnly && c.traits.Starts {",
+		new:  "range slices.Clone(c.slots) {\n\t\tif sl.turnOnly && c.traits.Starts {",
 	},
 	{
 		name: "a model that is partly on the CPU counts as loaded though that is forbidden",

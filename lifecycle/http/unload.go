@@ -61,16 +61,17 @@ func (d *driver) confirm(ctx context.Context, t lifecycle.Target) (bool, error) 
 	var last said
 	var lastErr error
 	var refusedSince time.Time
-	confirmed := false
+	confirmed, looked := false, false
 	err := poll(ctx, func() bool {
 		now, err := d.residency(ctx, time.Now().Add(d.deps.Limits.Probe()))
 		now.loaded = d.of(now, t)
 		if ctx.Err() != nil && err != nil {
-			if lastErr == nil && last.loaded == lifecycle.Unknown {
+			if !looked { // a look that the end of the wait has cut says less than one before it
 				lastErr = err
 			}
 			return false
 		}
+		looked = true
 		last, lastErr = now, err
 		if outcomeOf(err) != lifecycle.Refused {
 			refusedSince = time.Time{}
