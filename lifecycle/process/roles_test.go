@@ -196,6 +196,9 @@ func startCaddy(t *testing.T, config, dir string, adjust ...func(*exec.Cmd)) *ca
 	t.Cleanup(func() {
 		c.kill()
 		_ = out.Close()
+		if dir != "" { // of a test that failed: what left the group of its server lives yet
+			_, _ = process.Reap(dir, zap.NewNop())
+		}
 	})
 	c.told, err = bufio.NewReader(out).ReadString('\n')
 	if err != nil {
