@@ -45,6 +45,9 @@ const properties = "^(TestRandomHistoriesKeepTheRules|TestHonestServersNeverRunO
 // limit bounds the tests of one mutant.
 const limit = 2 * time.Minute
 
+// buildLimit bounds one build: all of Caddy may have to be compiled.
+const buildLimit = 15 * time.Minute
+
 var (
 	histories = flag.Bool("histories", false, "try the random histories on every fault")
 	only      = flag.String("only", "", "plant only the faults whose name or folder holds this; with -random, in the rooms whose name does")
@@ -239,7 +242,11 @@ func test(root, tests string, m mutant, which ...string) (string, error) {
 }
 
 func output(dir, name string, args ...string) (string, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), limit+time.Minute) // its own time-out comes first
+	bound := limit + time.Minute // the tests' own time-out comes first
+	if name == "go" {
+		bound = buildLimit
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Dir = dir

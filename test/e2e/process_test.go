@@ -193,13 +193,17 @@ func TestServerThatDiesWithWorkIsGoneOnceAndTheNextIsServed(t *testing.T) {
 
 func TestReloadsDoNotTouchAServerThatIsBeingLoaded(t *testing.T) {
 	t.Parallel()
-	s := supervised(t, "", nil, started{name: "one", vram: "7GiB", args: "-load 1s"})
+	s := supervised(t, "", nil, started{name: "one", vram: "7GiB", args: "-faults `{\"hang_health\":true}`"})
 	waits := s.send("POST", "/one/synthesize", "x")
 	s.until("it is being loaded", func() bool { return s.slotOf("one") == "LOADING" && len(s.children()) == 1 })
 	pid := s.children()[0]
 	for i := range 10 {
 		s.reloaded(func(text string) string { return text + fmt.Sprintf("# edit %d\n", i) })
+		require.Equal(t, "LOADING", s.slotOf("one"), "it loads yet, at reload %d", i)
 	}
+	resp, err := http.Post("http://"+s.process("one").Address+"/control", "application/json", strings.NewReader(`{"faults":{"hang_health":false}}`))
+	require.NoError(t, err)
+	require.NoError(t, resp.Body.Close())
 	s.ok(waits)
 	require.Equal(t, pid, s.process("one").PID)
 	require.Equal(t, 1, s.process("one").Starts)

@@ -151,6 +151,9 @@ func (k *soak) refusal(a *asked, doc refusalDocument) string {
 	case !k.explained(a, doc.Code):
 		return k.wrong(a, "nothing explains %s: %s", doc.Code, doc.Message)
 	}
+	if a.wants == "" && !slices.Contains([]string{"budget_exceeded", "queue_full", "body_too_large"}, doc.Code) {
+		k.rec.count("excused", doc.Code) // by a fault of its server or of the card
+	}
 	return refused
 }
 
@@ -182,11 +185,25 @@ func (k *soak) explained(a *asked, code string) bool {
 	case "gpu_lost":
 		return lay(5*time.Second, spellGPU, "")
 	case "load_failed": // and a while after: it cools down
-		return lay(65*time.Second, spellServer, serverOf(a.by)) || lay(65*time.Second, spellMemory, "") || lay(65*time.Second, spellGPU, "") || lay(65*time.Second, spellTelemetry, "")
+		return lay(65*time.Second, spellServer, serverOf(a.by)) || k.loadFailedOfTheCard(a, slowly(65*time.Second))
 	case "vram_exhausted": // memory that outsiders or lying servers keep
 		return lay(15*time.Second, spellServer, "") || lay(15*time.Second, spellMemory, "") || lay(15*time.Second, spellTelemetry, "") || lay(15*time.Second, spellGPU, "")
 	}
 	return false
+}
+
+// loadFailedOfTheCard reports whether a load of the server that a request was for failed within cooling before its
+// answer, while something was wrong with the card. Of a process of the broker's, whose loads leave no record here, it
+// reports whether something was.
+func (k *soak) loadFailedOfTheCard(a *asked, cooling time.Duration) bool {
+	srv := k.servers[serverOf(a.by)]
+	if srv == nil || isProcess(a.by) {
+		return k.scarce(a.began.Add(-cooling), a.got.at)
+	}
+	return slices.ContainsFunc(srv.Events(), func(e modelserver.Event) bool {
+		failed := e.Kind == modelserver.EventLoadFail || e.Kind == modelserver.EventDeath
+		return failed && e.At.After(a.began.Add(-cooling)) && !e.At.After(a.got.at) && k.scarce(e.At.Add(-slowly(5*time.Second)), e.At)
+	})
 }
 
 // maybeGone says whether the configuration that answered may be one that lacks

@@ -376,7 +376,7 @@ func (k *soak) report(lasts time.Duration) {
 		fmt.Fprintf(&b, "  %-18s %s\n", name, fmt.Sprintf(format, args...))
 	}
 	line("storm", "%s, SOAK_SEED=%d", lasts, k.seed)
-	for _, group := range []string{"outcome", "code", "kind", "served by", "ladder", "listening", "image work", "websocket", "models", "library holds", "chaos", "bad reload", "fault", "killed", "starts", "comes back", "by hand", "server", "request log", "looks"} {
+	for _, group := range []string{"outcome", "code", "excused", "kind", "served by", "ladder", "listening", "image work", "websocket", "models", "library holds", "chaos", "bad reload", "fault", "killed", "starts", "comes back", "by hand", "server", "request log", "looks"} {
 		line(group, "%s", k.rec.line(group))
 	}
 	for _, name := range soakServers {
