@@ -45,7 +45,7 @@ const properties = "^(TestRandomHistoriesKeepTheRules|TestHonestServersNeverRunO
 // limit bounds the tests of one mutant.
 const limit = 2 * time.Minute
 
-// buildLimit bounds one build: all of Caddy may have to be compiled.
+// buildLimit bounds one build, in which all of Caddy may have to be compiled, and end-to-end tests.
 const buildLimit = 15 * time.Minute
 
 var (
@@ -243,7 +243,7 @@ func test(root, tests string, m mutant, which ...string) (string, error) {
 
 func output(dir, name string, args ...string) (string, error) {
 	bound := limit + time.Minute // the tests' own time-out comes first
-	if name == "go" {
+	if name == "go" || name == "env" { // env: end-to-end tests, with a bound of their own
 		bound = buildLimit
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
