@@ -245,7 +245,7 @@ func (b *Broker) find(now time.Time, name, model string) (*consumer, *slot) {
 		return face, nil
 	}
 	sl := c.known(model)
-	if sl == nil && c.cfg.VRAM > 0 && config.CheckModelName(model) == nil && !b.leaves(c) {
+	if sl == nil && c.cfg.VRAM > 0 && config.CheckModelName(model) == nil && !b.leaves(c) && !c.leavesToDouble(model) {
 		sl = b.adopt(now, c, lifecycle.Model{Name: model, Resident: -1}, true)
 	}
 	return face, sl
@@ -274,6 +274,11 @@ func (c *consumer) named(name string) *config.Model {
 		}
 	}
 	return nil
+}
+
+// leavesToDouble reports whether a model belongs to another consumer that stands for the same server.
+func (c *consumer) leavesToDouble(model string) bool {
+	return c.cfg.LeavesToDouble(model, c.traits.Names.Same)
 }
 
 // known is the slot of a model, by any of its names; nil: it has none. It does not allocate.
@@ -354,6 +359,7 @@ func (b *Broker) learnOf(now time.Time, c *consumer, loaded []lifecycle.Model) {
 	for _, m := range loaded {
 		sl := c.holds(m)
 		switch {
+		case sl == nil && c.leavesToDouble(m.Name):
 		case sl == nil && config.CheckModelName(m.Name) == nil: // one that is no name would spoil what is kept over a restart
 			b.adopt(now, c, m, false)
 		case sl != nil && sl.adopted && m.Resident > sl.size:

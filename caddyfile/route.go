@@ -124,6 +124,17 @@ func routeWords(r *Route, s *said) map[string]word {
 	}
 }
 
+// Doubts returns what its author can't have meant, though it can be used.
+func (r *Route) Doubts() (out []error) {
+	if err := gpu.CheckUnit("max_body", r.MaxBody, gpu.LeastBody); err != nil {
+		out = append(out, err)
+	}
+	if r.PinPrimary && len(r.Fallback) > 0 {
+		out = append(out, errors.New("it has fallback and pin_primary, which never takes a fallback: leave one of them out"))
+	}
+	return out
+}
+
 // Check says what is wrong with a route that may have come as JSON; its error
 // holds all faults. That the consumers exist is what CheckNames checks.
 func (r *Route) Check() error {

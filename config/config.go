@@ -117,6 +117,8 @@ type Broker struct {
 	// Where its settings stand, `file:line`, each by its name here: the Caddyfile's adapter writes it, so that errors
 	// can name the place. It has no effect.
 	Sources map[string]string `json:"sources,omitempty"`
+
+	warnings []Warning // of Resolve
 }
 
 // Consumer is a model server that may hold GPU memory.
@@ -234,6 +236,9 @@ type Consumer struct {
 	explicit map[string]bool
 	// Whether IdleTimeout is its category's or the broker's.
 	sharedIdle bool
+	// The consumer that stands for the same server, and whether that one comes first. See LeavesToDouble.
+	double *Consumer
+	second bool
 }
 
 // Model is a model of a consumer that is loaded and unloaded by itself.

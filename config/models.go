@@ -47,6 +47,11 @@ func CheckModelName(name string) error {
 	return nil
 }
 
+// title names a model in errors, after its consumer's.
+func (m *Model) title(consumer string) string {
+	return consumer + ": " + faultlines.Title("model "+strconv.Quote(m.Name), m.Source)
+}
+
 // checkModels checks the models of c.
 func (f *faults) checkModels(who string, c *Consumer, b *Broker) {
 	if c.HasModels() && c.Cloud {
@@ -58,7 +63,7 @@ func (f *faults) checkModels(who string, c *Consumer, b *Broker) {
 			f.add(who, "model number %d is null: leave it out", i+1)
 			continue
 		}
-		at := who + ": " + faultlines.Title("model "+strconv.Quote(m.Name), m.Source)
+		at := m.title(who)
 		if err := CheckModelName(m.Name); err != nil {
 			f.add(at, "%w", err)
 		}

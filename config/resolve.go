@@ -27,6 +27,8 @@ const maxSize = 1024 * gpu.TiB
 // upstream, fills in all defaults (but Cushion's, see CushionFor) and checks
 // everything. presets may be nil, if there are none.
 //
+// What it finds doubtful without being a fault, Warnings returns afterwards.
+//
 // Its error holds all faults at once, each in a line of its own. Then the GPURaw and LifecycleRaw that are empty are
 // those whose faults are told, so that the others can be looked into all the same.
 func Resolve(b *Broker, presets Presets) error {
@@ -59,6 +61,12 @@ func Resolve(b *Broker, presets Presets) error {
 		}
 	}
 	f.checkAmong(b)
+	f.doubtSizes(b)
+	f.doubtSettings(b)
+	if len(f.list) == 0 { // else it is not used, and may have been written by halves
+		f.doubles(b)
+	}
+	b.warnings = f.warnings
 	if noDriver {
 		b.GPURaw = nil
 	}
@@ -228,7 +236,10 @@ func CheckUpstream(address string) error {
 }
 
 // faults collects what is wrong.
-type faults struct{ list []error }
+type faults struct {
+	list     []error
+	warnings []Warning // see Broker.Warnings
+}
 
 func (f *faults) add(who, format string, args ...any) {
 	f.list = append(f.list, faultlines.Prefix(who, fmt.Errorf(format, args...)))

@@ -71,6 +71,41 @@ func ParseBytes(s string) (Bytes, error) {
 	return Bytes(math.Round(f)), nil
 }
 
+// Sizes below these must have lost their unit: see CheckUnit.
+const (
+	LeastMemory = MiB // of a model, or of a part of a GPU
+	LeastBody   = KiB // of a request body
+)
+
+// CheckUnit returns an error if n, the value of a setting, is above zero and
+// below least: then its unit was forgotten, and `vram 13` is 13 bytes.
+func CheckUnit(setting string, n, least Bytes) error {
+	if n <= 0 || n >= least {
+		return nil
+	}
+	unit := "MiB" // 256, or 6144 as nvidia-smi counts
+	if n < 200 && least == LeastMemory {
+		unit = "GiB"
+	}
+	return fmt.Errorf("%s is %d bytes, because a number without a unit counts bytes: did you mean %d%s?", setting, n, n, unit)
+}
+
+// CheckUnits is CheckUnit for the sizes of GPUs, which a sampler declares.
+func CheckUnits(sampler string, totals []Bytes) (doubts []error) {
+	for i, total := range totals {
+		if err := CheckUnit(fmt.Sprintf("%s: the memory of GPU %d", sampler, i), total, LeastMemory); err != nil {
+			doubts = append(doubts, err)
+		}
+	}
+	return doubts
+}
+
+// Doubter is a sampler's configuration that may be valid and yet not what its author meant.
+type Doubter interface {
+	// Doubts returns what is doubtful, each with what to write instead.
+	Doubts() []error
+}
+
 // MiB is b in whole mebibytes, rounded down.
 func (b Bytes) MiB() int64 { return int64(b / MiB) }
 

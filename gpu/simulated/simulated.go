@@ -120,6 +120,9 @@ func (s *Simulated) Validate() error {
 	return errors.Join(faults...)
 }
 
+// Doubts implements gpu.Doubter.
+func (s *Simulated) Doubts() []error { return gpu.CheckUnits("gpu simulated", s.Totals) }
+
 // Open makes the sampler and its folder.
 func (s *Simulated) Open(_ context.Context, logger *zap.Logger) (gpu.Sampler, error) {
 	if err := s.Validate(); err != nil {

@@ -66,6 +66,9 @@ func (s *Static) Validate() error {
 	return errors.Join(faults...)
 }
 
+// Doubts implements gpu.Doubter.
+func (s *Static) Doubts() []error { return gpu.CheckUnits("gpu static", s.Totals) }
+
 // Open makes the sampler.
 func (s *Static) Open(context.Context, *zap.Logger) (gpu.Sampler, error) {
 	if err := s.Validate(); err != nil {
@@ -98,6 +101,7 @@ func (s *sampler) Sample(ctx context.Context, _ gpu.Detail) (gpu.Sample, error) 
 
 var (
 	_ gpu.Guest             = (*Static)(nil)
+	_ gpu.Doubter           = (*Static)(nil)
 	_ caddy.Validator       = (*Static)(nil)
 	_ caddyfile.Unmarshaler = (*Static)(nil)
 )
