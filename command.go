@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/caddyconfig"
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 	"github.com/spf13/cobra"
 	"go.uber.org/zap"
@@ -226,7 +225,7 @@ func readApp(path string) (*App, error) {
 		return nil, fmt.Errorf("reading the configuration: %w", err)
 	}
 	if !strings.HasSuffix(strings.ToLower(path), ".json") {
-		adapted, warnings, err := caddyconfig.GetAdapter("caddyfile").Adapt(doc, map[string]any{"filename": path})
+		adapted, warnings, err := adaptQuietly(doc, path)
 		if err != nil {
 			return nil, fmt.Errorf("adapting %s: %w", path, err)
 		}
@@ -253,6 +252,9 @@ func readApp(path string) (*App, error) {
 	}
 	if err := config.Resolve(&app.Broker, lookUpPreset); err != nil {
 		return nil, faultlines.Prefix(path, err)
+	}
+	for _, w := range app.Warnings() {
+		_, _ = fmt.Fprintln(os.Stderr, "warning:", w.Err) // as above
 	}
 	return app, nil
 }

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/caddyconfig"
 	"github.com/spf13/cobra"
 	"go.uber.org/zap"
 
@@ -88,7 +87,7 @@ func examine(ctx context.Context, path string, timeout time.Duration) (*doctor.R
 		return nil, fmt.Errorf("reading the configuration: %w", err)
 	}
 	s := &doctor.Site{File: path, Timeout: timeout, Auto: new(auto.Auto), Drivers: map[string]lifecycle.Driver{}, Lifecycles: map[string]json.RawMessage{}}
-	s.Data = dataFolders()
+	s.Data, s.Placeholders = dataFolders(), placeholderNames()
 	cctx, cancel := caddy.NewContext(caddy.Context{Context: ctx})
 	defer cancel()
 	s.Sampler = s.Auto
@@ -126,7 +125,7 @@ func readSite(s *doctor.Site, doc []byte) *App {
 	}
 	s.Config = doc
 	if !strings.HasSuffix(strings.ToLower(s.File), ".json") {
-		adapted, _, err := caddyconfig.GetAdapter("caddyfile").Adapt(doc, map[string]any{"filename": s.File})
+		adapted, _, err := adaptQuietly(doc, s.File)
 		if err != nil {
 			s.Config = nil
 			return fault(err)
@@ -151,6 +150,7 @@ func readSite(s *doctor.Site, doc []byte) *App {
 	if err := config.Resolve(&app.Broker, lookUpPreset); err != nil {
 		s.Faults = append(s.Faults, err)
 	}
+	s.Warnings = app.Warnings()
 	s.Broker = &app.Broker
 	return app
 }
@@ -168,6 +168,7 @@ func openSampler(ctx caddy.Context, s *doctor.Site, app *App) {
 		return
 	}
 	s.Sampler = guest
+	s.Warnings = append(s.Warnings, app.samplerDoubts(guest)...)
 }
 
 // openDrivers opens a driver for each consumer, which starts nothing.
@@ -215,5 +216,6 @@ func checkRoutes(s *doctor.Site, app *App) {
 		if err != nil {
 			s.Faults = append(s.Faults, h.titled(err))
 		}
+		s.Warnings = append(s.Warnings, h.routeDoubts()...)
 	}
 }

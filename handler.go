@@ -77,6 +77,7 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	if err != nil {
 		return h.titled(err)
 	}
+	tell(ctx.Logger(), false, h.routeDoubts())
 	if h.maxBody = int64(h.MaxBody); h.maxBody == 0 {
 		h.maxBody = int64(h.app.MaxBody)
 	}
@@ -260,6 +261,8 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 				return nil // an event tells of it
 			}
 			return err
+		case errors.As(err, &dial) && j.misrouted() != nil:
+			return j.fail(j.ResponseWriter, r, j.misrouted())
 		case errors.As(err, &dial) && attempt == 1 && r.Context().Err() == nil:
 			continue // nothing was sent: its state is taken anew, and the job is admitted once more
 		case errors.As(err, &dial):
@@ -461,6 +464,8 @@ func (j *job) outcome(r *http.Request, err error, completed, ranOut bool) schedu
 		return scheduler.Served // it ended in the middle of the answer, and not by its server
 	case !completed && !ranOut:
 		return scheduler.ServerDied
+	case errors.As(err, &dial) && j.misrouted() != nil:
+		return scheduler.NoAnswer // its server was not asked
 	case errors.As(err, &dial):
 		return scheduler.DialRefused
 	case ranOut && (!completed || err != nil && !left && j.status == 0):

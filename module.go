@@ -13,6 +13,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"time"
 
@@ -52,6 +53,8 @@ type App struct {
 	generation *broker.Generation
 	starts     map[string]bool            // the consumers whose servers the broker starts and stops
 	modelNames map[string]lifecycle.Names // how their servers compare models' names, by consumer
+	ctx        caddy.Context
+	started    bool
 }
 
 // CaddyModule returns the Caddy module information.
@@ -62,7 +65,9 @@ func (App) CaddyModule() caddy.ModuleInfo {
 // Provision parses and checks. It starts nothing and changes no running broker:
 // it also runs for `caddy validate` and for configurations that fail later.
 func (a *App) Provision(ctx caddy.Context) error {
+	a.ctx = ctx
 	faults := config.Resolve(&a.Broker, lookUpPreset)
+	tell(ctx.Logger(), false, a.Warnings())
 	g := &broker.Generation{Config: &a.Broker, Logger: ctx.Logger(), Lifecycles: map[string]lifecycle.Guest{}, Keys: map[string]string{}}
 	if err := errors.Join(faults, a.loadGuests(ctx, g)); err != nil {
 		return err
@@ -100,6 +105,8 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 	if g.SamplerKey = hash(a.GPURaw); len(a.GPURaw) > 0 {
 		if g.Sampler, err = a.loadSampler(ctx); err != nil {
 			faults = append(faults, err)
+		} else {
+			tell(ctx.Logger(), false, a.samplerDoubts(g.Sampler))
 		}
 	}
 	a.starts, a.modelNames = map[string]bool{}, map[string]lifecycle.Names{}
@@ -192,6 +199,8 @@ func hash(parts ...[]byte) string {
 // Start hands this configuration in. It rules as soon as Caddy stops the one
 // before it, after all apps have started.
 func (a *App) Start() error {
+	a.started = true
+	a.warnOfRoutes()
 	a.reap()
 	createSeries(a.names()) // before anything is counted
 	if err := a.pool.broker.Push(a.generation); err != nil {
@@ -264,6 +273,9 @@ func (a *App) Cleanup() error {
 	if a.pool == nil {
 		return nil
 	}
+	if !a.started && onlyValidated(a.ctx) {
+		a.warnOfRoutes()
+	}
 	p := a.pool
 	p.broker.Pop(a.generation)
 	a.pool = nil
@@ -272,6 +284,13 @@ func (a *App) Cleanup() error {
 		p.stopWithProcess(time.Duration(*a.StopGrace), a.generation.Logger)
 	}
 	return err
+}
+
+// onlyValidated reports whether a configuration goes because Caddy has
+// validated it, and not because it failed. It is the only moment at which a configuration that is validated has all its apps.
+func onlyValidated(ctx caddy.Context) bool {
+	err := context.Cause(ctx)
+	return err != nil && strings.HasPrefix(err.Error(), "validation complete")
 }
 
 // consumer is the configuration of a consumer, by name.
@@ -297,6 +316,7 @@ func parseGlobal(d *caddyfile.Dispenser, existing any) (any, error) {
 	if err != nil {
 		return nil, err
 	}
+	warnAdapting(b)
 	return httpcaddyfile.App{Name: "gpu_broker", Value: caddyconfig.JSON(b, nil)}, nil
 }
 

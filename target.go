@@ -110,6 +110,12 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 		err = next.ServeHTTP(w, r)
 	}
 	var dial reverseproxy.DialError
+	if errors.As(err, &dial) {
+		upstream, _ := j.repl.GetString("http.gpu_broker.upstream")
+		if f := misrouted(j.repl, t.name, upstream); f != nil {
+			return j.fail(w, r, f)
+		}
+	}
 	if t.starts && errors.As(err, &dial) { // it has just been started, or is being stopped
 		return j.fail(w, r, notRunning(t.name))
 	}
@@ -178,14 +184,18 @@ func (j *job) servedBy(consumer string) {
 // placeholders are those of a handler before anything else is known; what is
 // set for a request wins over them.
 func placeholders(consumer, upstream string) caddy.ReplacerFunc {
-	values := map[string]any{
+	values := placeholderValues(consumer, upstream)
+	return func(key string) (any, bool) {
+		value, ok := values[key]
+		return value, ok
+	}
+}
+
+func placeholderValues(consumer, upstream string) map[string]any {
+	return map[string]any{
 		"http.gpu_broker.consumer": consumer,
 		"http.gpu_broker.upstream": upstream,
 		"http.gpu_broker.wait_ms":  "0",
 		"http.gpu_broker.reason":   "",
-	}
-	return func(key string) (any, bool) {
-		value, ok := values[key]
-		return value, ok
 	}
 }

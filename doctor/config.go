@@ -17,14 +17,14 @@ var titled = regexp.MustCompile(`(?m)^(?:consumer "([^"]*)"|(gpu_broker))(?: \((
 // judgeConfig tells the faults of the configuration, one by one.
 func judgeConfig(f *facts) (out []Finding) {
 	seen := map[string]bool{}
-	for _, fault := range f.site.Faults {
+	tell := func(severity Severity, fault error) {
 		for text := range strings.Lines(fault.Error()) {
 			text = strings.TrimSpace(text)
 			if text == "" || seen[text] {
 				continue
 			}
 			seen[text] = true
-			found := Finding{Severity: Error, Check: "config", Where: place.FindString(text), What: text, Mend: mendConfig(text)}
+			found := Finding{Severity: severity, Check: "config", Where: place.FindString(text), What: text, Mend: mendConfig(text)}
 			if m := titled.FindStringSubmatch(text); m != nil {
 				found.Consumer, found.Where, found.What = m[1], f.lines.of(m[3], settingOf(m[4])), m[4]
 				if m[2] != "" {
@@ -33,6 +33,16 @@ func judgeConfig(f *facts) (out []Finding) {
 			}
 			out = append(out, found)
 		}
+	}
+	for _, fault := range f.site.Faults {
+		tell(Error, fault)
+	}
+	for _, w := range f.site.Warnings {
+		severity := Error
+		if w.Advice {
+			severity = Warning
+		}
+		tell(severity, w.Err)
 	}
 	if f.site.Broker != nil && len(f.site.Broker.Consumers) == 0 {
 		out = append(out, Finding{Severity: Error, Check: "config", Where: f.site.File, What: "the configuration has no consumer: there is nothing to share the GPU among",

@@ -38,12 +38,16 @@ type Finding struct {
 	Check string `json:"check"`
 	// Consumer is the name of the consumer that it is about; empty: none.
 	Consumer string `json:"consumer,omitempty"`
-	// Where is `file:line`; empty: no place of the configuration.
+	// Where is `file:line`, or else the path in Caddy's JSON; empty: no place of the configuration.
 	Where string `json:"where,omitempty"`
 	// What was found, in a sentence.
 	What string `json:"what"`
 	// Mend says what to do; a note has none.
 	Mend string `json:"mend,omitempty"`
+
+	// How to find its line in a Caddyfile: the directive, as a regular expression, and a word after it; after which place.
+	words []string
+	after string
 }
 
 // Report is all that was found, the worst first.
@@ -60,6 +64,10 @@ type Site struct {
 	Config []byte
 	// Faults are what is wrong with the configuration by itself.
 	Faults []error
+	// Warnings are what is doubtful in it, though it can be used.
+	Warnings []config.Warning
+	// Placeholders are the names of those that the handler gpu_broker sets.
+	Placeholders []string
 	// Broker is the app's part, resolved as far as that went; nil: there is none.
 	Broker *config.Broker
 	// Lifecycles are the consumers' raw lifecycles, and Drivers what they came to. A consumer whose lifecycle is faulty has no driver.
@@ -79,7 +87,7 @@ func Examine(ctx context.Context, s *Site) *Report {
 	r := &Report{Findings: []Finding{}}
 	for _, judge := range []func(*facts) []Finding{
 		judgeConfig, judgePlaceholders, judgeUnended, judgeGPUs, judgeDevices, judgeProcesses, judgeServers, judgeMeans, judgeClaims,
-		judgeTimeouts, judgeRoutes, judgeNewDefault, judgePorts, judgeFolders, judgeListeners, judgeUnnamed, judgeOutsiders,
+		judgeTimeouts, judgeRoutes, judgeBypasses, judgeNewDefault, judgePorts, judgeFolders, judgeListeners, judgeUnnamed, judgeOutsiders,
 	} {
 		r.Findings = append(r.Findings, judge(f)...)
 	}

@@ -61,6 +61,41 @@ func (l lines) matching(file string, from int, otherwise string, words ...string
 	return otherwise
 }
 
+// isWord tells what begins with a letter or a digit.
+var isWord = regexp.MustCompile(`^\w`)
+
+// find is the place of the line of a directive, a regular expression, with
+// another word, both in words: the first one after a place, or, without such a place, the only one in a file. Empty: it can't be told.
+func (l lines) find(file, after string, words []string) string {
+	if len(words) != 2 {
+		return ""
+	}
+	of, from, ok := splitSource(after)
+	if ok {
+		file = of
+	}
+	before := `(?:.*[\s"/])?`
+	if !isWord.MatchString(words[1]) {
+		before = `.*`
+	}
+	line := regexp.MustCompile(`^\s*` + words[0] + `\s` + before + regexp.QuoteMeta(words[1]) + `(?:[^\w.-]|$)`)
+	found := ""
+	for i, text := range l.read(file) {
+		if i < from || !line.MatchString(remark.ReplaceAllString(text, "")) {
+			continue
+		}
+		here := file + ":" + strconv.Itoa(i+1)
+		if ok {
+			return here
+		}
+		if found != "" {
+			return ""
+		}
+		found = here
+	}
+	return found
+}
+
 func (l lines) read(file string) []string {
 	text, ok := l[file]
 	if !ok {

@@ -13,7 +13,6 @@ import (
 type routes struct {
 	listens []listen
 	brokers []brokerRoute
-	around  []string // addresses that a reverse_proxy asks without a gpu_broker before it
 	servers []siteServer
 	storage []string // folders of Caddy's storage
 }
@@ -76,9 +75,6 @@ type (
 		Budget    caddy.Duration  `json:"budget"`
 		Source    string          `json:"source"`
 		Transport json.RawMessage `json:"transport"`
-		Upstreams []struct {
-			Dial string `json:"dial"`
-		} `json:"upstreams"`
 	}
 	jsonTransport struct {
 		ResponseHeaderTimeout caddy.Duration `json:"response_header_timeout"`
@@ -175,9 +171,6 @@ func (r *routes) walk(list []jsonRoute, broker int) {
 
 func (r *routes) proxy(h *jsonHandler, broker int) {
 	if broker < 0 {
-		for _, u := range h.Upstreams {
-			r.around = append(r.around, u.Dial)
-		}
 		return
 	}
 	var t jsonTransport

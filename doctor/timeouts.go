@@ -101,11 +101,5 @@ func judgeRoutes(f *facts) (out []Finding) {
 		out = append(out, Finding{Severity: Error, Check: "routes", Where: f.site.File, What: "no route of the site has a gpu_broker: no request is ever brokered",
 			Mend: "write gpu_broker CONSUMER before reverse_proxy {http.gpu_broker.upstream}, both inside the same handle block"})
 	}
-	for _, c := range f.site.consumers() {
-		if c.Upstream != "" && slices.Contains(f.routes.around, c.Upstream) {
-			out = append(out, f.about(Warning, "routes", c, "upstream").saying("a reverse_proxy of this site leads to "+c.Upstream+" with no gpu_broker before it: such requests go round the broker",
-				"write gpu_broker "+c.Name+" before that reverse_proxy, inside the same handle block"))
-		}
-	}
 	return out
 }
