@@ -184,7 +184,7 @@ func TestN1_RoutesThatAreRightAreNotBlamed(t *testing.T) {
 	} {
 		assert.Empty(t, bypassesOf(t, ":8080 {\n"+site+"\n}\n"), name)
 	}
-	assert.Empty(t, bypassesOf(t, "&(llm) {\n "+up+"\n}\n:8080 {\n gpu_broker ollama\n invoke llm\n}\n"))
+	assert.Empty(t, bypassesOf(t, "&(llm) {\n "+up+"\n}\n:8080 {\n route {\n gpu_broker ollama\n invoke llm\n}\n}\n"))
 }
 
 // Sites of many hosts and of many conditional routes take no long time.

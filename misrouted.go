@@ -1,10 +1,12 @@
 package gpubroker
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 )
@@ -23,6 +25,22 @@ func misrouted(repl *caddy.Replacer, consumer, upstream string) *failure {
 	return &failure{status: http.StatusInternalServerError, code: codeMisrouted, message: fmt.Sprintf(
 		"this site's configuration is wrong: the reverse_proxy after gpu_broker went to %q and not to %s, where consumer %q is. Its upstream must be {http.gpu_broker.upstream}, spelt so; caddy gpu-broker doctor finds the line",
 		dialled, upstream, consumer)}
+}
+
+// blameSite is err, of a request that needs no GPU, unless it is the site's configuration that is wrong: then it answers so.
+func (h *Handler) blameSite(w http.ResponseWriter, r *http.Request, repl *caddy.Replacer, t *target, err error) error {
+	var dial reverseproxy.DialError
+	if err == nil || !errors.As(err, &dial) {
+		return err
+	}
+	f := misrouted(repl, t.name, t.upstream)
+	if f == nil {
+		return err
+	}
+	j := jobs.Get().(*job)
+	defer j.done()
+	j.handler, j.repl, j.target = h, repl, t
+	return j.fail(w, r, f)
 }
 
 // misrouted is the error for an admitted request that went elsewhere; nil: it did not.

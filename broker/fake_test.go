@@ -236,5 +236,5 @@ func newWorld(t testing.TB, edit func(*config.Broker), consumers ...*config.Cons
 }
 
 func server(name string, size gpu.Bytes) *config.Consumer {
-	return &config.Consumer{Name: name, VRAM: size, Upstream: "127.0.0.1:1", Concurrency: 1, Budget: caddy.Duration(time.Hour)}
+	return &config.Consumer{Name: name, VRAM: size, Upstream: name + ".test:1", Concurrency: 1, Budget: caddy.Duration(time.Hour)}
 }

@@ -31,7 +31,7 @@ func TestBothWaysInServeALadderByItsWarmFallback(t *testing.T) {
 		l, ok := w.TryAcquire(ladder("a", "b"))
 		require.True(t, ok)
 		require.Equal(t, "b", l.Consumer)
-		require.Equal(t, "127.0.0.1:1", l.Upstream)
+		require.Equal(t, "b.test:1", l.Upstream)
 		_, ok = w.TryAcquire(ladder("a", "b"))
 		require.False(t, ok, "b works: it is warm all the same, and has no place at once")
 		for range 3 { // … while one that runs elsewhere always has

@@ -194,10 +194,12 @@ func TestTimeoutsAreHeldAgainstTheBudget(t *testing.T) {
 func TestRoutesAreJudged(t *testing.T) {
 	f := factsOf(&config.Consumer{Name: "a", Upstream: "127.0.0.1:9"})
 	assert.Contains(t, texts(judgeRoutes(f)), "no route of the site has a gpu_broker")
-	f.routes = readRoutes([]byte(`{"apps":{"http":{"servers":{"srv0":{"listen":[":80"],"routes":[
-		{"handle":[{"handler":"subroute","routes":[{"handle":[{"handler":"reverse_proxy","upstreams":[{"dial":"127.0.0.1:9"}]}]}]}]},
-		{"handle":[{"handler":"gpu_broker","consumer":"a"},{"handler":"reverse_proxy","upstreams":[{"dial":"127.0.0.1:9"}]}]}]}}}}}`))
-	said := texts(judgeRoutes(f))
+	f.site.Config = []byte(`{"apps":{"http":{"servers":{"srv0":{"listen":[":80"],"routes":[
+		{"match":[{"path":["/x/*"]}],"terminal":true,"handle":[{"handler":"subroute","routes":[{"handle":[{"handler":"reverse_proxy","upstreams":[{"dial":"127.0.0.1:9"}]}]}]}]},
+		{"handle":[{"handler":"gpu_broker","consumer":"a"},{"handler":"reverse_proxy","upstreams":[{"dial":"127.0.0.1:9"}]}]}]}}}}}`)
+	f.routes = readRoutes(f.site.Config)
+	assert.Empty(t, texts(judgeRoutes(f)))
+	said := texts(judgeBypasses(f))
 	assert.Contains(t, said, "warning a: a reverse_proxy of this site leads to 127.0.0.1:9 with no gpu_broker before it")
 	assert.Equal(t, 1, strings.Count(said, "\n"))
 }
