@@ -280,7 +280,9 @@ func merged(ways []passage) []passage {
 		}
 	}
 	for _, p := range ways {
-		add(p, func(q passage) bool { return p.same(&q) && slices.Equal(p.met, q.met) && slices.Equal(p.unmet, q.unmet) })
+		add(p, func(q passage) bool {
+			return p.same(&q) && slices.Equal(p.met, q.met) && slices.Equal(p.unmet, q.unmet)
+		})
 	}
 	if len(out) <= maxPassages {
 		return out
