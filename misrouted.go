@@ -11,9 +11,6 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 )
 
-// codeMisrouted is the code of a request that was admitted for a consumer, and that the site's routes then sent elsewhere.
-const codeMisrouted = "misrouted"
-
 // misrouted is the error for a request whose reverse_proxy could not reach
 // an address that is not the consumer's, such as that of a misspelt placeholder, which is none. It is no evidence about the
 // consumer's server. nil: the address was the consumer's, or is not known.
@@ -22,7 +19,7 @@ func misrouted(repl *caddy.Replacer, consumer, upstream string) *failure {
 	if !ok || upstream == "" || config.ServerAddress(dialled) == config.ServerAddress(upstream) {
 		return nil
 	}
-	return &failure{status: http.StatusInternalServerError, code: codeMisrouted, message: fmt.Sprintf(
+	return &failure{status: http.StatusInternalServerError, code: "misrouted", message: fmt.Sprintf(
 		"this site's configuration is wrong: the reverse_proxy after gpu_broker went to %q and not to %s, where consumer %q is. Its upstream must be {http.gpu_broker.upstream}, spelt so; caddy gpu-broker doctor finds the line",
 		dialled, upstream, consumer)}
 }
