@@ -71,7 +71,7 @@ const (
 
 // codes are the values of the label code of errors_total.
 var codes = []string{
-	"bad_request", "blocked", "body_too_large", codeLeft, "failed", "not_found", "server_died",
+	"bad_request", "blocked", "body_too_large", codeLeft, "failed", "misrouted", "not_found", "server_died",
 	string(scheduler.UnknownConsumer), string(scheduler.NeverFits), string(scheduler.Unhealthy), string(scheduler.NotRunning), string(scheduler.QueueFull),
 	string(scheduler.VRAMExhausted), string(scheduler.LoadFailed), string(scheduler.GPULost), string(scheduler.Draining), string(scheduler.BudgetExceeded),
 }

@@ -242,7 +242,7 @@ func test(root, tests string, m mutant, which ...string) (string, error) {
 }
 
 func output(dir, name string, args ...string) (string, error) {
-	bound := limit + time.Minute // the tests' own time-out comes first
+	bound := limit + time.Minute       // the tests' own time-out comes first
 	if name == "go" || name == "env" { // env: end-to-end tests, with a bound of their own
 		bound = buildLimit
 	}
