@@ -74,6 +74,12 @@ soak: build bin/gotestsum ## a storm over one site: clients, reloads, dying serv
 	mkdir -p $(RESULTS)
 	bin/gotestsum --format standard-verbose --jsonfile $(RESULTS)/$@.json -- -count=1 -timeout 0 -run '^TestSoak$$' ./test/e2e
 
+.PHONY: routes
+routes: export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy
+routes: build ## random requests at every preset, ROUTES=10m, ROUTES_SEED=1, and at its lists without a site
+	$(GO) test ./test/presets -count=1 -v -timeout 0 -run '^TestE2_' -routes.time $(or $(ROUTES),10m) -routes.seed $(or $(ROUTES_SEED),1)
+	$(GO) test ./lifecycle/presets -run '^$$' -fuzz FuzzNothingComputesUnseen -fuzztime $(or $(ROUTES),10m)
+
 .PHONY: race
 race: export GPU_BROKER_RACE := 1
 race: export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy-race

@@ -2,6 +2,7 @@ package presets_test
 
 import (
 	"bufio"
+	"encoding/json"
 	"net/http"
 	"net/url"
 	"os"
@@ -13,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/presets"
 )
 
@@ -82,4 +84,85 @@ func request(t *testing.T, method, target string) *http.Request {
 		r.Header.Set("Upgrade", "websocket")
 	}
 	return r
+}
+
+// routesOf is what the server of a preset has: its table, or what the preset itself names.
+func routesOf(t testing.TB, name string, c *config.Consumer) []modelserver.Route {
+	t.Helper()
+	f, err := os.Open("testdata/routes/" + name + ".txt")
+	if err == nil {
+		defer f.Close()
+		table, err := modelserver.ReadRoutes(f)
+		require.NoError(t, err)
+		return table
+	}
+	var out []modelserver.Route
+	for _, list := range []struct {
+		kind   string
+		routes []string
+	}{{modelserver.KindComputes, c.GPURoutes}, {modelserver.KindBlocked, c.Blocked}, {modelserver.KindFree, c.FreeRoutes}} {
+		for _, text := range list.routes {
+			method, path, both := strings.Cut(text, " ")
+			if !both {
+				method, path = http.MethodPost, text
+			}
+			for m := range strings.SplitSeq(method, "|") {
+				out = append(out, modelserver.Route{Method: m, Path: strings.Replace(path, "*", "x", 1), Kind: list.kind})
+			}
+		}
+	}
+	return out
+}
+
+// FuzzNothingComputesUnseen holds each preset against its server for any request: what the server takes for a route that computes
+// needs the GPU, or a turn, and what it takes for a blocked one is refused.
+func FuzzNothingComputesUnseen(f *testing.F) {
+	type side struct {
+		manner modelserver.Manner
+		table  []modelserver.Route
+		lists  *config.Routes
+	}
+	var sides []side
+	for _, name := range presets.Names() {
+		data, _, err := presets.Load(name)
+		require.NoError(f, err)
+		var c config.Consumer
+		require.NoError(f, json.Unmarshal(data, &c))
+		lists, err := config.NewRoutes(&c, nil, nil)
+		require.NoError(f, err)
+		sides = append(sides, side{modelserver.Manner(name), routesOf(f, name, &c), lists})
+		for i, r := range sides[len(sides)-1].table {
+			f.Add(uint8(len(sides)-1), r.Method, r.Path, "/x")
+			if i%7 == 0 {
+				f.Add(uint8(len(sides)-1), strings.ToLower(r.Method), "/x"+strings.ReplaceAll(r.Path, "/", "%2f")+"/", "/x")
+			}
+		}
+	}
+	f.Fuzz(func(t *testing.T, which uint8, method, target, prefix string) {
+		s := sides[int(which)%len(sides)]
+		u, err := url.ParseRequestURI(target)
+		if err != nil || !strings.HasPrefix(target, "/") || !validMethod(method) {
+			return // no server is asked that
+		}
+		r := &http.Request{Method: method, URL: u, Header: http.Header{"X-Forwarded-Prefix": {prefix}}}
+		if method == "WS" {
+			r.Method = http.MethodGet
+			r.Header.Set("Connection", "Upgrade")
+			r.Header.Set("Upgrade", "websocket")
+		}
+		sent := u.EscapedPath() // as a proxy passes it on
+		if u.RawQuery != "" {
+			sent += "?" + u.RawQuery
+		}
+		got := s.lists.Needs(r)
+		switch kind := s.manner.Match(s.table, r.Method, sent, r.Header); {
+		case kind == modelserver.KindBlocked && got != config.NeedsLeave,
+			(kind == modelserver.KindComputes || kind == modelserver.KindTurn) && got != config.NeedsGPU && !got.Unlisted() && got != config.NeedsLeave:
+			t.Errorf("%s: %s %s (prefix %q) reaches a route that is %q, and %s", s.manner, r.Method, sent, prefix, kind, got)
+		}
+	})
+}
+
+func validMethod(method string) bool {
+	return method != "" && len(method) < 20 && strings.IndexFunc(method, func(r rune) bool { return (r < 'A' || r > 'Z') && (r < 'a' || r > 'z') && r != '-' }) < 0
 }
