@@ -182,12 +182,12 @@ func TestH7_ANameWhoseLoadWasNotFoundIsRememberedWhereTheServerHasNoCatalog(t *t
 func TestH8_NamesThatAreFoldersAreRefused(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Consumers: []consumer{
-		shelf("swap", modelserver.LlamaSwap, "catalog off\nvram 6GiB\nmodel small\nmodel_from path /v/*/chat\nmodel_from body", map[string]float64{"small": 6}),
+		shelf("swap", modelserver.LlamaSwap, "catalog off\nvram 6GiB\nmodel small\nmodel_from path /m/*/chat\nmodel_from body", map[string]float64{"small": 6}),
 	}})
 	for _, name := range []string{".", ".."} {
 		s.chat("swap", name).refused(t, 404, "unknown_model")
 	}
-	for _, path := range []string{"/swap/v/%2e%2e/chat", "/swap/v/%2E/chat"} {
+	for _, path := range []string{"/swap/m/%2e%2e/chat", "/swap/m/%2E/chat"} {
 		a := s.do(context.Background(), "POST", path, strings.NewReader("{}"))
 		require.Contains(t, []int{400, 404}, a.status, "%s: %s", path, a.body)
 	}
