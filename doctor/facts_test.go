@@ -123,13 +123,19 @@ func TestSamplersAreJudged(t *testing.T) {
 		"none, a card of AMD's": {func(f *facts) {
 			f.gpu.err, f.host.nvidia, f.host.nvidiaDriver, f.host.amd = errors.New("no"), false, false, true
 		}, "driver amdgpu"},
-		"none, no card":       {func(f *facts) { f.gpu.err, f.host.nvidia, f.host.nvidiaDriver = errors.New("no"), false, false }, "gpu static 24GiB"},
-		"lost":                {func(f *facts) { f.gpu.sample.Devices[0].Health = gpu.Lost }, "error : GPU 0: it is lost"},
-		"memory unknown":      {func(f *facts) { f.gpu.sample.Devices[0].MemoryKnown = false }, "warning : GPU 0: degraded"},
-		"processes unknown":   {func(f *facts) { f.gpu.sample.Devices[0].ProcessesKnown = false }, "warning : GPU 0: who holds how much of its memory can't be told"},
-		"[N/A] for a process": {func(f *facts) { f.gpu.sample.Devices[0].Processes = []gpu.Process{{PID: 1, Used: -1}} }, "can't be told"},
-		"processes on WSL2":   {func(f *facts) { f.gpu.sample.Devices[0].ProcessesKnown, f.host.wsl = false, true }, ""},
-		"a faulty sampler":    {func(f *facts) { f.site.Sampler = nil }, ""},
+		"none, no card": {func(f *facts) { f.gpu.err, f.host.nvidia, f.host.nvidiaDriver = errors.New("no"), false, false }, "gpu static 24GiB"},
+		"lost":          {func(f *facts) { f.gpu.sample.Devices[0].Health = gpu.Lost }, "error : GPU 0: it is lost"},
+		"size unknown": {func(f *facts) {
+			d := &f.gpu.sample.Devices[0]
+			d.MemoryKnown, d.Total, d.Reason = false, 0, "[Insufficient Permissions]"
+		}, "error : GPU 0: how much memory it has is not known, so its consumers get 503 gpu_lost: [Insufficient Permissions] → let Caddy's user read it, or declare its size: gpu auto { fallback 24GiB }"},
+		"a warning of the driver": {func(f *facts) { f.gpu.sample.Devices[0].Reason = "nvidia-smi says: infoROM is corrupted" }, "warning : GPU 0: nvidia-smi says: infoROM is corrupted"},
+		"declared until it works": {func(f *facts) { f.gpu.name, f.gpu.why = "fallback", "no driver" }, "degraded: no GPU can be read"},
+		"memory unknown":          {func(f *facts) { f.gpu.sample.Devices[0].MemoryKnown = false }, "warning : GPU 0: degraded"},
+		"processes unknown":       {func(f *facts) { f.gpu.sample.Devices[0].ProcessesKnown = false }, "warning : GPU 0: who holds how much of its memory can't be told"},
+		"[N/A] for a process":     {func(f *facts) { f.gpu.sample.Devices[0].Processes = []gpu.Process{{PID: 1, Used: -1}} }, "can't be told"},
+		"processes on WSL2":       {func(f *facts) { f.gpu.sample.Devices[0].ProcessesKnown, f.host.wsl = false, true }, ""},
+		"a faulty sampler":        {func(f *facts) { f.site.Sampler = nil }, ""},
 	} {
 		f := factsOf()
 		c.change(f)
