@@ -12,6 +12,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"go.uber.org/zap"
+	"golang.org/x/net/http/httpguts"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
@@ -48,6 +49,39 @@ func unhealthy(consumer string, err error) error {
 		message: fmt.Sprintf("the server of consumer %q can't be reached: %v", consumer, err)}
 }
 
+func uploadStalled(after time.Duration) error {
+	return &failure{status: http.StatusRequestTimeout, code: "upload_stalled",
+		message: fmt.Sprintf("the request body made no progress for %s (upload_idle): send it again", after)}
+}
+
+// storageFull is the error for a body that can't be kept, or read back: a fault of this machine, which may pass.
+func storageFull(err error) error {
+	return &failure{status: http.StatusServiceUnavailable, code: "storage_full", retryAfter: 30 * time.Second,
+		message: err.Error() + ": make room in Caddy's data folder, or use stream_body on this route"}
+}
+
+// trailerFault refuses a body whose trailers frame or route messages, or describe their content: they come too late for
+// that, and no server may get them (RFC 9110, 6.5.1).
+func trailerFault(r *http.Request) error {
+	for name := range r.Trailer {
+		if !httpguts.ValidTrailerHeader(name) {
+			return &failure{status: http.StatusBadRequest, code: "bad_request", message: fmt.Sprintf("the request body ends with a trailer %.64q: a header of this name can't be a trailer", name)}
+		}
+	}
+	return nil
+}
+
+// notTheServers returns what a request failed of, where proxies blame the server for what it never got.
+func (j *job) notTheServers(r *http.Request, err error) error {
+	if fault := trailerFault(r); fault != nil { // of a body that was passed on as it came
+		return fault
+	}
+	if j.body != nil && j.body.Fault() != nil {
+		return storageFull(j.body.Fault())
+	}
+	return err
+}
+
 // errorDocument is OpenAI's error form, so that every SDK shows it.
 type errorDocument struct {
 	Error errorBody `json:"error"`
@@ -81,7 +115,7 @@ type errorHolder struct {
 // (an error with a status of the user's own handlers) is passed on.
 func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 	begun := j.heart != nil && j.heart.stop()
-	if r.Context().Err() != nil {
+	if r.Context().Err() != nil && j.stalled == "" { // HTTP/1 takes an upload that we cut for a client that left
 		metrics.errors.WithLabelValues(j.target.name, codeLeft).Inc()
 		j.leaves(codeLeft)
 		w.WriteHeader(statusClientLeft)

@@ -1,12 +1,14 @@
 package gpubroker
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"net/netip"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -167,6 +169,7 @@ type job struct {
 	body      *routing.Body
 	facts     *routing.Facts // what the body says; nil: it was not looked into
 	status    int
+	served    bool // next has answered it whole
 	lease     broker.Lease
 	leased    bool
 	entry     *logEntry // of the request log; nil: it has none, or it was made
@@ -176,6 +179,7 @@ type job struct {
 
 	// Of the list of those that run.
 	next, prev *job
+	progress               // of its client, for the watcher
 	detached   *detached   // nil: it ends when its client leaves
 	abort      func()      // ends its context; nil: the end of its connection does
 	isCut      atomic.Bool // nothing more may be written
@@ -193,7 +197,11 @@ func (j *job) done() {
 	if j.entry != nil {
 		j.handler.pool.requests.add(j.ended())
 	}
-	if j.body != nil {
+	switch {
+	case j.body == nil:
+	case j.served:
+		j.body.Recycle()
+	default: // an error route of the site may pass it elsewhere
 		j.body.Close()
 	}
 	*j = job{} // nobody else has it: it is on no list any more
@@ -224,6 +232,11 @@ func (j *job) Write(p []byte) (int, error) {
 	if j.isCut.Load() {
 		return 0, errCut
 	}
+	j.writes.Add(1)
+	defer j.writes.Add(1)
+	if j.tunnel.Load() {
+		j.moved.Add(int64(len(p)))
+	}
 	if j.later {
 		j.said = append(j.said, p[:min(len(p), lifecycle.MaxAnswer-len(j.said))]...)
 	}
@@ -238,10 +251,27 @@ func (j *job) ReadFrom(r io.Reader) (int64, error) {
 	if j.isCut.Load() {
 		return 0, errCut
 	}
-	if j.later {
-		return io.Copy(struct{ io.Writer }{j}, r) // Write looks at it
+	return io.Copy(struct{ io.Writer }{j}, r) // Write looks at it
+}
+
+// FlushError sends what was written, which waits for the client as a write does.
+func (j *job) FlushError() error {
+	if j.isCut.Load() {
+		return errCut
 	}
-	return j.ResponseWriterWrapper.ReadFrom(r)
+	j.writes.Add(1)
+	defer j.writes.Add(1)
+	return http.NewResponseController(j.ResponseWriter).Flush()
+}
+
+// Hijack hands the connection over. What it carries counts as the tunnel's.
+func (j *job) Hijack() (net.Conn, *bufio.ReadWriter, error) {
+	conn, rest, err := http.NewResponseController(j.ResponseWriter).Hijack()
+	if err != nil {
+		return nil, nil, err
+	}
+	j.tunnel.Store(true)
+	return tunnelled{conn, &j.moved}, rest, nil
 }
 
 func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
@@ -252,20 +282,20 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 		}
 		j.tell(j.ResponseWriter, r)
 		err := j.run(r, next)
-		var dial reverseproxy.DialError
 		switch {
 		case err == nil:
+			j.served = true
 			return nil
 		case j.status != 0: // an answer has begun: nothing can be added to it
 			if j.heart != nil && j.heart.stop() {
 				return nil // an event tells of it
 			}
 			return err
-		case errors.As(err, &dial) && j.misrouted() != nil:
+		case refusedDial(err) && j.misrouted() != nil:
 			return j.fail(j.ResponseWriter, r, j.misrouted())
-		case errors.As(err, &dial) && attempt == 1 && r.Context().Err() == nil:
+		case refusedDial(err) && attempt == 1 && r.Context().Err() == nil:
 			continue // nothing was sent: its state is taken anew, and the job is admitted once more
-		case errors.As(err, &dial):
+		case refusedDial(err):
 			return j.fail(j.ResponseWriter, r, unhealthy(j.target.name, err))
 		default:
 			return j.fail(j.ResponseWriter, r, err)
@@ -273,32 +303,17 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 	}
 }
 
-// acquire gets the place. A body is read ahead, unless it is small and the
-// place is there at once: only a body that was read to its end lets HTTP/1 tell us that the client left.
+// acquire gets the place. Any body is read before the job is submitted: a slow upload must not hold the GPU, and only
+// past a body does HTTP/1 tell that the client left.
 func (j *job) acquire(r *http.Request) error {
 	h := j.handler
 	if err := h.app.waitRuled(r.Context(), h.pool.broker, j.target.name); err != nil {
 		return err
 	}
-	hasBody := hasBody(r) && !h.StreamBody
-	if hasBody && r.ContentLength > h.maxBody {
-		return bodyError(r, fmt.Errorf("%w: %d bytes, at most %d are taken", routing.ErrTooLarge, r.ContentLength, h.maxBody))
-	}
-	if hasBody && j.body == nil && h.plan == nil && r.ContentLength > 0 && r.ContentLength <= routing.SmallBody {
-		req := j.request(r)
-		if lease, ok := h.pool.broker.TryAcquire(req); ok {
-			if _, kept := r.Body.(routing.KeepOpen); !kept {
-				r.Body = routing.KeepOpen{Reader: r.Body}
-			}
-			j.enters(req.Priority)
-			j.admitted(lease)
-			return nil
-		}
-	}
 	switch {
 	case j.body != nil:
 		j.body.Rewind(r)
-	case hasBody:
+	case hasBody(r) && !h.StreamBody:
 		if err := j.readAhead(r); err != nil {
 			return err
 		}
@@ -337,15 +352,47 @@ func (j *job) readAhead(r *http.Request) (err error) {
 	if err := h.pool.broker.Ending(j.target.name); err != nil { // it would be read for nothing
 		return err
 	}
-	h.pool.running.add(j)
-	defer h.pool.running.remove(j)
-	if j.body, err = h.pool.buffers.Read(r, h.maxBody, int64(h.app.MaxBuffered)); err != nil {
-		return bodyError(r, err)
+	if r.ContentLength > h.maxBody {
+		return bodyError(r, fmt.Errorf("%w: %d bytes, at most %d are taken", routing.ErrTooLarge, r.ContentLength, h.maxBody))
+	}
+	if err := j.readBody(r); err != nil {
+		return err
+	}
+	if fault := trailerFault(r); fault != nil {
+		return fault
 	}
 	if h.plan != nil {
 		return j.peek(r)
 	}
 	return nil
+}
+
+// readBody reads the body, unless it stops coming.
+func (j *job) readBody(r *http.Request) (err error) {
+	h := j.handler
+	h.pool.running.add(j, uploading)
+	defer func() {
+		h.pool.running.remove(j)
+		if j.stalled != "" { // whatever the reader made of it
+			err = uploadStalled(time.Duration(*h.app.UploadIdle))
+		}
+	}()
+	j.body, err = h.pool.buffers.Read(r, routing.Limits{Body: h.maxBody, Total: int64(h.app.MaxBuffered), Client: sender(r), Moved: &j.moved})
+	if err != nil {
+		return bodyError(r, err)
+	}
+	return nil
+}
+
+// sender is whose share of max_buffered a body is held in: the client's address, or its IPv6 network, in which it may choose any.
+func sender(r *http.Request) string {
+	address, _ := caddyhttp.GetVar(r.Context(), caddyhttp.ClientIPVarKey).(string)
+	if ip, err := netip.ParseAddr(address); err == nil && ip.Is6() && !ip.Is4In6() {
+		if network, err := ip.Prefix(64); err == nil {
+			return network.String()
+		}
+	}
+	return address
 }
 
 // tell sets the headers, placeholders and log fields of an admitted request.
@@ -413,14 +460,20 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 		defer cancel()
 		inner = inner.WithContext(ctx)
 	}
+	if j.tunnel.Store(r.Method == http.MethodConnect); r.Method == http.MethodConnect && r.Body != nil {
+		inner.Body = tunnelBody{inner.Body, &j.moved}
+	}
+	if j.context = nil; r.ProtoMajor == 1 {
+		j.context = r.Context()
+	}
 	running := &j.handler.pool.running
-	running.add(j)
+	running.add(j, answering)
 	defer func() {
 		running.remove(j)
 		if j.heart != nil {
 			j.heart.logStatus(r, j.status)
 		}
-		outcome := j.outcome(r, err, completed, ranOut(inner))
+		outcome := j.outcome(r, err, completed, ranOut(inner) || j.stalled != "")
 		j.hasRun(outcome)
 		if outcome == scheduler.Accepted && len(j.said) > 0 {
 			j.lease.Track(j.said)
@@ -430,7 +483,9 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 		j.target.ran.Observe(ended.Sub(j.lease.Began).Seconds())
 		j.spans(r.Context(), j.lease.Began, ended)
 	}()
-	err = next.ServeHTTP(j, inner)
+	if err = next.ServeHTTP(j, inner); err != nil && j.status == 0 {
+		err = j.notTheServers(r, err)
+	}
 	completed = true
 	if j.status != 0 && (j.isCut.Load() || ranOut(inner)) { // reverse_proxy may take it for a client that left: what is cut must not look whole
 		panic(http.ErrAbortHandler)
@@ -444,7 +499,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 
 var (
 	errMaxRun = errors.New("the request has run for max_run")
-	errCut    = errors.New("the process ends")
+	errCut    = errors.New("the connection was cut")
 )
 
 // ranOut says whether a request has run for longer than it may.
@@ -452,23 +507,22 @@ func ranOut(r *http.Request) bool { return errors.Is(context.Cause(r.Context()),
 
 // brokeOff reports whether the request to the server ended before its answer did, because its client left or we ended it.
 func (j *job) brokeOff(inner *http.Request, completed bool) bool {
-	return inner.Context().Err() != nil && (!completed || j.status == 0 || j.status == statusClientLeft)
+	return (inner.Context().Err() != nil || j.isCut.Load()) && (!completed || j.status == 0 || j.status == statusClientLeft)
 }
 
-// outcome is how the job ended, as far as the scheduler has to know. ranOut: it was us who ended it.
-func (j *job) outcome(r *http.Request, err error, completed, ranOut bool) scheduler.Outcome {
-	var dial reverseproxy.DialError
+// outcome is how the job ended, as far as the scheduler has to know. cutByUs: it ran out of its time, or was cut.
+func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) scheduler.Outcome {
 	left := r.Context().Err() != nil
 	switch {
-	case !completed && (left || ranOut && j.status != 0):
+	case !completed && (left || cutByUs && j.status != 0):
 		return scheduler.Served // it ended in the middle of the answer, and not by its server
-	case !completed && !ranOut:
+	case !completed && !cutByUs:
 		return scheduler.ServerDied
-	case errors.As(err, &dial) && j.misrouted() != nil:
+	case err != nil && refusedDial(err) && j.misrouted() != nil:
 		return scheduler.NoAnswer // its server was not asked
-	case errors.As(err, &dial):
+	case err != nil && refusedDial(err):
 		return scheduler.DialRefused
-	case ranOut && (!completed || err != nil && !left && j.status == 0):
+	case cutByUs && (!completed || err != nil && !left && j.status == 0), err != nil && ours(err):
 		return scheduler.NoAnswer
 	case err != nil && !left && j.status == 0:
 		return scheduler.ServerDied
@@ -479,6 +533,18 @@ func (j *job) outcome(r *http.Request, err error, completed, ranOut bool) schedu
 	default:
 		return scheduler.Served
 	}
+}
+
+// refusedDial reports whether nothing was sent, as the server did not take the connection.
+func refusedDial(err error) bool {
+	var dial reverseproxy.DialError
+	return errors.As(err, &dial)
+}
+
+// ours reports whether a request failed of the client or of this machine, not of its server.
+func ours(err error) bool {
+	var f *failure
+	return errors.As(err, &f)
 }
 
 // parseHandler reads the directive gpu_broker.
@@ -502,7 +568,7 @@ func bodyError(r *http.Request, err error) error {
 	case errors.Is(err, routing.ErrNoRoom):
 		return &failure{status: http.StatusServiceUnavailable, code: "queue_full", message: err.Error() + ": try again later, or raise max_buffered", retryAfter: 5 * time.Second}
 	case errors.Is(err, routing.ErrSpill):
-		return err
+		return storageFull(err)
 	case errors.Is(err, io.ErrUnexpectedEOF), errors.As(err, &network) && !network.Timeout(): // HTTP/1 says no more of a client that left
 		return context.Canceled
 	default: // it is malformed, or stopped coming

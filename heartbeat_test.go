@@ -16,6 +16,7 @@ import (
 	zaptest "go.uber.org/zap/zaptest/observer"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	"github.com/gpu-broker/caddy-gpu-broker/routing"
 )
 
 func TestBodyAsksToStreamOnlyByTheWordAtItsTop(t *testing.T) {
@@ -268,7 +269,7 @@ func TestOnlyRequestsForEventStreamsGetHeartbeats(t *testing.T) {
 		r.Body = readCloser{body}
 		j := &job{handler: h}
 		var err error
-		j.body, err = h.pool.buffers.Read(r, 1<<20, 1<<20)
+		j.body, err = h.pool.buffers.Read(r, routing.Limits{Body: 1 << 20, Total: 1 << 20})
 		require.NoError(t, err)
 		require.Equal(t, want, j.wantsEvents(r), path)
 		j.body.Close()

@@ -71,10 +71,13 @@ const (
 
 // codes are the values of the label code of errors_total.
 var codes = []string{
-	"bad_request", "blocked", "body_too_large", codeLeft, "failed", "misrouted", "not_found", "server_died",
+	"bad_request", "blocked", "body_too_large", codeLeft, "failed", "misrouted", "not_found", "server_died", "storage_full", codeUploadStalled,
 	string(scheduler.UnknownConsumer), string(scheduler.NeverFits), string(scheduler.Unhealthy), string(scheduler.NotRunning), string(scheduler.QueueFull),
 	string(scheduler.VRAMExhausted), string(scheduler.LoadFailed), string(scheduler.GPULost), string(scheduler.Draining), string(scheduler.BudgetExceeded),
 }
+
+// cutCodes are the values of requests that were cut, which are answers to nobody.
+var cutCodes = []string{codeDownloadStalled, codeTunnelIdle}
 
 // createSeries creates every series of these consumers, at zero: the increase of a
 // counter that begins at one is never seen. Those that exist keep their values.
@@ -89,7 +92,7 @@ func createSeries(consumers []string) {
 		for _, c := range []*prometheus.CounterVec{metrics.passed, metrics.loads, metrics.loadFailures, metrics.unloadFailures} {
 			c.WithLabelValues(name)
 		}
-		for _, code := range codes {
+		for _, code := range slices.Concat(codes, cutCodes) {
 			metrics.errors.WithLabelValues(name, code)
 		}
 		metrics.evictions.WithLabelValues(name, reasonEvict)

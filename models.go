@@ -249,7 +249,7 @@ func (j *job) peek(r *http.Request) error {
 	case errors.As(err, &bad):
 		return badRequest(err)
 	case err != nil:
-		return err
+		return bodyError(r, err)
 	}
 	j.facts = &facts
 	j.body.Rewind(r)

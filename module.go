@@ -206,6 +206,7 @@ func (a *App) Start() error {
 	if err := a.pool.broker.Push(a.generation); err != nil {
 		return err
 	}
+	a.pool.watcher.set(limits{upload: time.Duration(*a.UploadIdle), answer: time.Duration(*a.StallTimeout), tunnel: time.Duration(*a.TunnelIdle)})
 	active.Store(a.pool) // not before: what is set on the admin endpoint must find what was stored
 	return nil
 }

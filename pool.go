@@ -19,6 +19,7 @@ type pooled struct {
 	buffers *routing.Buffers
 	running runs
 	origins origins
+	watcher *watcher
 
 	requests *requestLog
 	grace    graceTimer
@@ -51,7 +52,9 @@ func newPooled() (caddy.Destructor, error) {
 		return p, nil
 	}
 	dir := filepath.Join(caddy.AppDataDir(), "gpu_broker", "bodies")
-	return &pooled{broker: broker.New(), buffers: routing.NewBuffers(dir), requests: newRequestLog()}, nil
+	p := &pooled{broker: broker.New(), buffers: routing.NewBuffers(dir), requests: newRequestLog(), watcher: newWatcher()}
+	go p.watch()
+	return p, nil
 }
 
 // Destruct is called when the last configuration that has the app goes.
@@ -84,6 +87,7 @@ func (p *pooled) retire(ctx context.Context, done chan struct{}) {
 
 func (p *pooled) close() {
 	p.grace.stop()
+	p.watcher.close()
 	p.broker.Close()
 	p.requests.close()
 }

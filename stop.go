@@ -118,9 +118,10 @@ type runs struct {
 	first *job
 }
 
-func (l *runs) add(j *job) {
+func (l *runs) add(j *job, s stage) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	j.stage, j.since = s, time.Time{}
 	if j.next = l.first; j.next != nil {
 		j.next.prev = j
 	}
@@ -142,25 +143,36 @@ func (l *runs) remove(j *job) {
 	j.prev, j.next = nil, nil
 }
 
-// cut ends all that run, and says how many there were. Deadlines of the past end
-// what reads from the client and what writes to it, one that is blocked for a
-// slow client too. The server takes that for a client that left, which ends the
-// context of a request that does neither; those that have one of their own are ended by it.
-func (l *runs) cut() (n int) {
-	past := time.Unix(1, 0)
+// each calls do for each that runs, while none can be added or removed. do must not block.
+func (l *runs) each(do func(*job)) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for j := l.first; j != nil; j = j.next {
-		n++
-		j.isCut.Store(true)
-		if j.abort != nil {
-			j.abort()
-		}
-		client := http.NewResponseController(innermost(j.ResponseWriter))
-		_ = client.SetReadDeadline(past) // HTTP/1, where the server always reads; a failure means that the writer is no connection's
-		_ = client.SetWriteDeadline(past)
+		do(j)
 	}
+}
+
+// cut ends all that run, and returns how many there were.
+func (l *runs) cut() (n int) {
+	l.each(func(j *job) {
+		n++
+		j.cut()
+	})
 	return n
+}
+
+// cut ends a request that runs; the mutex of its list is held. Deadlines of the past end
+// what reads from the client and what writes to it, one that is blocked for a
+// slow client too. The server takes that for a client that left, which ends the
+// context of a request that does neither; those that have one of their own are ended by it.
+func (j *job) cut() {
+	j.isCut.Store(true)
+	if j.abort != nil {
+		j.abort()
+	}
+	client := j.client()
+	_ = client.SetReadDeadline(past) // HTTP/1, where the server always reads; a failure means that the writer is no connection's
+	_ = client.SetWriteDeadline(past)
 }
 
 // innermost is the server's own response writer, which takes deadlines from any goroutine. Those around it do not.

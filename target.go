@@ -149,11 +149,19 @@ func (j *job) request(r *http.Request) broker.Request {
 			req.Client = f.Client
 		}
 		if f.KeepAlive > 0 {
-			req.KeepAlive = f.KeepAlive
+			req.KeepAlive = atMost(f.KeepAlive, h.KeepAliveMax)
 		}
-		req.StayWarm, req.Cooldown = f.StayWarm, f.Cooldown
+		req.StayWarm, req.Cooldown = atMost(f.StayWarm, h.KeepAliveMax), atMost(f.Cooldown, h.CooldownMax)
 	}
 	return req
+}
+
+// atMost clamps d to a bound; 0: there is none.
+func atMost(d time.Duration, bound caddy.Duration) time.Duration {
+	if bound > 0 {
+		return min(d, time.Duration(bound))
+	}
+	return d
 }
 
 // client is who asks, by the route's word or by the address that Caddy takes for the client's.

@@ -60,6 +60,10 @@ func brokerWords(b *config.Broker) map[string]word {
 
 		"cors_origins": checkedList(&b.CORSOrigins, "ORIGIN ...", config.CheckOrigin),
 
+		"upload_idle":   optional(s, &b.UploadIdle, "30s", duration),
+		"stall_timeout": optional(s, &b.StallTimeout, "30s", duration),
+		"tunnel_idle":   optional(s, &b.TunnelIdle, "5m", duration),
+
 		"max_queue":     single(s, &b.MaxQueue, "512", number(1)),
 		"max_evictions": single(s, &b.MaxEvictions, "5", number(1)),
 

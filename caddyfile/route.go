@@ -48,8 +48,13 @@ type Route struct {
 	PriorityRange *PriorityRange `json:"priority_range,omitempty"`
 	// Who asks, as text with placeholders: clients of equal priority take turns. Default: the client's address, `{client_ip}`.
 	ClientID string `json:"client_id,omitempty"`
-	// Obey the fields x_priority and x_client_id of JSON bodies. Default: false.
+	// Obey the fields x_priority, x_client_id, x_cooldown, x_keep_alive and x_stay_warm of JSON bodies. Without it they
+	// are taken out of bodies that are read, and have no effect. Default: false.
 	TrustBody bool `json:"trust_body,omitempty"`
+	// The most that x_keep_alive and x_stay_warm can ask for; more counts as this. Default: 24h.
+	KeepAliveMax caddy.Duration `json:"keep_alive_max,omitempty"`
+	// The most that x_cooldown can ask for; more counts as this. Default: 24h.
+	CooldownMax caddy.Duration `json:"cooldown_max,omitempty"`
 	// Fields to take out of JSON bodies, beside those of the broker.
 	Metadata []string `json:"metadata,omitempty"`
 	// How long after these requests the model is not unloaded for others. Default: the consumer's.
@@ -118,6 +123,8 @@ func routeWords(r *Route, s *said) map[string]word {
 		"trust_body":     flag(s, &r.TrustBody),
 		"metadata":       checkedList(&r.Metadata, "FIELD ...", checkMetadata),
 		"keep_alive":     single(s, &r.KeepAlive, "5m", someDuration),
+		"keep_alive_max": single(s, &r.KeepAliveMax, "10m", someDuration),
+		"cooldown_max":   single(s, &r.CooldownMax, "1m", someDuration),
 		"fallback":       consumerNames("fallback", &r.Fallback),
 		"pin_primary":    flag(s, &r.PinPrimary),
 		"heartbeat":      single(s, &r.Heartbeat, "15s", offOrDuration),
@@ -162,7 +169,8 @@ func (r *Route) Check() error {
 	for _, d := range []struct {
 		name  string
 		value caddy.Duration
-	}{{"budget", r.Budget}, {"max_run", r.maxRun()}, {"keep_alive", r.KeepAlive}, {"heartbeat", r.Heartbeat}} {
+	}{{"budget", r.Budget}, {"max_run", r.maxRun()}, {"keep_alive", r.KeepAlive}, {"keep_alive_max", r.KeepAliveMax},
+		{"cooldown_max", r.CooldownMax}, {"heartbeat", r.Heartbeat}} {
 		if d.value < 0 {
 			add(fmt.Errorf("%s is %s: it must not be negative", d.name, time.Duration(d.value)))
 		}

@@ -50,8 +50,17 @@ type Broker struct {
 	MaxRun caddy.Duration `json:"max_run,omitempty"`
 	// The largest request body that is read ahead; above it 413. Default: 256MiB.
 	MaxBody gpu.Bytes `json:"max_body,omitempty"`
-	// How much of request bodies may be held ahead in all; above it 503. Default: 2GiB.
+	// How much of request bodies above 64 KiB may be held ahead in all; above it 503. One client may hold as
+	// much as it leaves to others, so half at most. Default: 2GiB.
 	MaxBuffered gpu.Bytes `json:"max_buffered,omitempty"`
+	// How long an upload may make no progress; then it gets 408 upload_stalled. 0 stands for no bound. Default: 30s.
+	UploadIdle *caddy.Duration `json:"upload_idle,omitempty"`
+	// How long a client may take nothing of its answer while other requests wait for the same GPU; then the answer is cut.
+	// A server that is silent while its client reads is never cut. 0 stands for no bound. Default: 30s.
+	StallTimeout *caddy.Duration `json:"stall_timeout,omitempty"`
+	// How long a WebSocket or another tunnel may carry no byte either way while other requests wait for the same GPU; then it
+	// is cut, unless its server has a busy route that says that it works. 0 stands for no bound. Default: 5m.
+	TunnelIdle *caddy.Duration `json:"tunnel_idle,omitempty"`
 	// Whether responses carry `Server-Timing` and `X-GPU-Broker-Consumer`: `on` or `off`. Default: `on`.
 	Headers string `json:"headers,omitempty"`
 
@@ -95,7 +104,7 @@ type Broker struct {
 	// For how long the wait of a client that gave up still counts for its model, so that clients that give up early
 	// do not starve it; 0 stands for not at all. Default: twice as long as loaded models may overtake it, at least 60s.
 	Credit *caddy.Duration `json:"credit,omitempty"`
-	// The least time between two starts of one client; its next request waits. Default: 0.
+	// The least time between two starts of one client at one consumer; its next request waits. Default: 0.
 	ClientCooldown caddy.Duration `json:"client_cooldown,omitempty"`
 	// Places of the queue that are kept for urgent requests. Default: none.
 	ReservedInteractive *Reserved `json:"reserved_interactive,omitempty"`

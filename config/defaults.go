@@ -25,6 +25,10 @@ const (
 	DefaultMaxBody     = 256 * gpu.MiB
 	DefaultMaxBuffered = 2 * gpu.GiB
 
+	DefaultUploadIdle   = 30 * time.Second
+	DefaultStallTimeout = 30 * time.Second
+	DefaultTunnelIdle   = 5 * time.Minute
+
 	DefaultProbeInterval = 5 * time.Second
 	DefaultProbeTimeout  = 2 * time.Second
 	DefaultLoadTimeout   = 5 * time.Minute
@@ -145,6 +149,9 @@ func (b *Broker) fillDefaults() {
 	fill(&b.MaxQueue, DefaultMaxQueue)
 	fill(&b.MaxBody, DefaultMaxBody)
 	fill(&b.MaxBuffered, DefaultMaxBuffered)
+	fill(&b.UploadIdle, new(caddy.Duration(DefaultUploadIdle)))
+	fill(&b.StallTimeout, new(caddy.Duration(DefaultStallTimeout)))
+	fill(&b.TunnelIdle, new(caddy.Duration(DefaultTunnelIdle)))
 	fill(&b.MaxEvictions, DefaultMaxEvictions)
 	fill(&b.Budget, caddy.Duration(DefaultBudget))
 	fill(&b.ProbeInterval, caddy.Duration(DefaultProbeInterval))

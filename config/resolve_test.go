@@ -66,7 +66,7 @@ func TestResolveFillsInEveryDefault(t *testing.T) {
 	want := Broker{
 		GPURaw: json.RawMessage(`{"driver":"auto"}`), Scheduler: "evicting", Lock: "exclusive", Headers: "on",
 		IdleUnload: "on", IdleTimeout: new(15 * m), Eviction: "on", StopGrace: new(30 * s),
-		MaxQueue: 512, Budget: 10 * m, MaxBody: 256 * gpu.MiB, MaxBuffered: 2 * gpu.GiB,
+		MaxQueue: 512, Budget: 10 * m, MaxBody: 256 * gpu.MiB, MaxBuffered: 2 * gpu.GiB, UploadIdle: new(30 * s), StallTimeout: new(30 * s), TunnelIdle: new(5 * m),
 		ProbeInterval: 5 * s, ProbeTimeout: 2 * s, LoadTimeout: 5 * m, UnloadTimeout: 30 * s, EvictWait: 10 * s, DrainTimeout: 10 * m,
 		AbandonAfter: 10 * s, OutsiderWait: 10 * s, MaxEvictions: 5,
 		Overtake: new(15.0), OvertakeMin: new(30 * s), OvertakeMax: new(10 * m), Hold: new(0.25), LockOvertake: new(20 * s),

@@ -39,7 +39,7 @@ func TestBodiesOfEverySizeAreReadAgainByteForByte(t *testing.T) {
 				r.ContentLength = int64(size)
 			}
 			r.TransferEncoding = []string{"chunked"}
-			body, err := b.Read(r, total, total)
+			body, err := b.Read(r, Limits{Body: total, Total: total})
 			require.NoError(t, err)
 			require.EqualValues(t, size, r.ContentLength)
 			require.Empty(t, r.TransferEncoding)
@@ -54,7 +54,7 @@ func TestBodiesOfEverySizeAreReadAgainByteForByte(t *testing.T) {
 			got, err := io.ReadAll(again)
 			require.NoError(t, err)
 			require.True(t, bytes.Equal(want, got))
-			require.EqualValues(t, size, b.Held())
+			require.EqualValues(t, booked(size), b.Held())
 			body.Close()
 			require.Zero(t, b.Held())
 			left, err := os.ReadDir(b.dir)
@@ -69,34 +69,144 @@ func TestBodyAboveItsLimitIsRefusedAndGivenBack(t *testing.T) {
 	for _, length := range []int64{2000, -1} {
 		r := httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(random(2000)))
 		r.ContentLength = length
-		_, err := b.Read(r, 1999, total)
+		_, err := b.Read(r, Limits{Body: 1999, Total: total})
 		require.ErrorIs(t, err, ErrTooLarge)
 		require.Zero(t, b.Held())
 	}
 }
 
+// booked is what a body of a size counts for among all.
+func booked(size int) int {
+	if size <= SmallBody {
+		return 0
+	}
+	return size
+}
+
+// post reads a body of n bytes, of which bodies of 400 KiB in all are taken.
+func (b *Buffers) post(client string, n int) (*Body, error) {
+	return b.Read(httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(random(n))), Limits{Body: total, Total: 400 << 10, Client: client})
+}
+
 func TestBodiesTogetherAreBounded(t *testing.T) {
 	b := NewBuffers(t.TempDir())
-	post := func(n int) (*Body, error) {
-		return b.Read(httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(random(n))), total, 3000)
-	}
-	first, err := post(2000)
+	first, err := b.post("a", 200<<10)
 	require.NoError(t, err)
-	_, err = post(2000)
+	_, err = b.post("b", 201<<10)
 	require.ErrorIs(t, err, ErrNoRoom)
-	require.EqualValues(t, 2000, b.Held())
+	require.EqualValues(t, 200<<10, b.Held())
 	first.Close()
-	second, err := post(2000)
+	second, err := b.post("b", 200<<10)
 	require.NoError(t, err)
 	second.Close()
+	require.Zero(t, b.Held())
+	require.Empty(t, b.byClient)
 }
+
+func TestH5_OneClientLeavesHalfToOthers(t *testing.T) {
+	b := NewBuffers(t.TempDir())
+	_, err := b.post("greedy", 200<<10+1)
+	require.ErrorIs(t, err, ErrNoRoom)
+	require.ErrorContains(t, err, "from this client")
+	held, err := b.post("greedy", 200<<10)
+	require.NoError(t, err)
+	_, err = b.post("greedy", 65<<10)
+	require.ErrorIs(t, err, ErrNoRoom)
+	other, err := b.post("other", 70<<10)
+	require.NoError(t, err)
+	held.Close()
+	other.Close()
+	require.Zero(t, b.Held())
+}
+
+func TestH5_EightClientsThatTakeAllTheyCanLeaveSomeToTheNinth(t *testing.T) {
+	b := NewBuffers(t.TempDir())
+	const all = 2 << 30
+	for i := range 8 {
+		for b.book(string(rune('a'+i)), 32<<10, all) == nil {
+		}
+	}
+	require.NoError(t, b.book("ninth", 4<<20, all))
+}
+
+func TestH5_SmallBodiesAreOutsideTheBound(t *testing.T) {
+	b := NewBuffers(t.TempDir())
+	held, err := b.post("a", 200<<10)
+	require.NoError(t, err)
+	for range 100 {
+		_, err := b.post("a", SmallBody)
+		require.NoError(t, err)
+	}
+	held.Close()
+	require.Zero(t, b.Held())
+}
+
+func TestABodyThatIsRecycledIsNotReadAnyMore(t *testing.T) {
+	b := NewBuffers(t.TempDir())
+	r := httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(random(100)))
+	body, err := b.Read(r, Limits{Body: total, Total: total})
+	require.NoError(t, err)
+	late, err := r.GetBody()
+	require.NoError(t, err)
+	_, err = late.Read(make([]byte, 10))
+	require.NoError(t, err)
+	body.Recycle()
+	for _, rest := range []io.Reader{late, r.Body} {
+		n, err := rest.Read(make([]byte, 10))
+		require.Zero(t, n)
+		require.ErrorIs(t, err, errGone)
+	}
+}
+
+func TestABodyThatIsClosedCanStillBeReadByTheSitesErrorRoutes(t *testing.T) {
+	b := NewBuffers(t.TempDir())
+	want := random(1000)
+	r := httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(want))
+	body, err := b.Read(r, Limits{Body: total, Total: total})
+	require.NoError(t, err)
+	body.Close()
+	got, err := io.ReadAll(r.Body)
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+}
+
+func TestAFileThatCantBeReadBackIsOurFault(t *testing.T) {
+	b := NewBuffers(t.TempDir())
+	r := httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(random(2*memoryBody)))
+	body, err := b.Read(r, Limits{Body: total, Total: total})
+	require.NoError(t, err)
+	require.NoError(t, body.Fault())
+	require.NoError(t, body.file.Close())
+	_, err = io.ReadAll(r.Body)
+	require.Error(t, err)
+	require.ErrorIs(t, body.Fault(), ErrSpill)
+}
+
+func TestReadingASmallBodyAgainAndAgainAllocatesItsReaderOnly(t *testing.T) {
+	b := NewBuffers(t.TempDir())
+	content := bytes.NewReader(random(3000))
+	r := httptest.NewRequest(http.MethodPost, "/", content)
+	from := r.Body
+	allocs := testing.AllocsPerRun(200, func() {
+		content.Reset(content3000)
+		r.Body, r.ContentLength = from, 3000
+		body, err := b.Read(r, Limits{Body: total, Total: total})
+		if err != nil {
+			t.Fatal(err)
+		}
+		body.Recycle()
+	})
+	require.LessOrEqual(t, allocs, 1.0)
+}
+
+var content3000 = random(3000)
 
 func TestBodyThatBreaksOffIsTheClientsError(t *testing.T) {
 	b := NewBuffers(t.TempDir())
 	broken := errors.New("connection reset")
 	r := httptest.NewRequest(http.MethodPost, "/", io.MultiReader(bytes.NewReader(random(2*memoryBody)), iotest.ErrReader(broken)))
 	r.ContentLength = -1
-	_, err := b.Read(r, total, total)
+	_, err := b.Read(r, Limits{Body: total, Total: total})
 	require.ErrorIs(t, err, broken)
 	require.Zero(t, b.Held())
 	left, err := os.ReadDir(b.dir)

@@ -262,7 +262,7 @@ func FuzzPeek(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte, contentType string) {
 		r := httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(data))
 		r.Header.Set("Content-Type", contentType)
-		y, err := NewBuffers(t.TempDir()).Read(r, total, total)
+		y, err := NewBuffers(t.TempDir()).Read(r, Limits{Body: total, Total: total})
 		require.NoError(t, err)
 		defer y.Close()
 		if _, err := y.Peek(r.Header, p); err != nil {

@@ -45,7 +45,7 @@ func TestABodyOf256MiBDoesNotEnterMemory(t *testing.T) {
 			p := plan(t, []string{"model"}, []string{"x_mine"}, true)
 			var before, after runtime.MemStats
 			runtime.ReadMemStats(&before)
-			y, err := b.Read(r, 2*size, 2*size)
+			y, err := b.Read(r, Limits{Body: 2 * size, Total: 4 * size})
 			require.NoError(t, err)
 			defer y.Close()
 			facts, err := y.Peek(r.Header, p)

@@ -63,7 +63,7 @@ const (
 
 // NewPlan makes a Plan. fields are those in which a body may name its model, the
 // first that does so counts; metadata are those to take out of JSON bodies beside the broker's own; with trust
-// x_client_id and x_priority are obeyed.
+// those are obeyed.
 //
 // Error: a name that is empty, longer than MaxName, or no UTF-8; more than 100 names.
 func NewPlan(fields, metadata []string, trust bool) (*Plan, error) {
@@ -100,7 +100,7 @@ type Facts struct {
 	Client      string // empty: not said, or not trusted
 	Priority    int
 	HasPriority bool
-	KeepAlive   time.Duration // zero: not said; as the next two
+	KeepAlive   time.Duration // zero: not said, or not trusted; as the next two
 	StayWarm    time.Duration
 	Cooldown    time.Duration
 }

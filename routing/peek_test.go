@@ -21,7 +21,7 @@ func post(t testing.TB, contentType string, body []byte) (*http.Request, *Body) 
 	r := httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(body))
 	r.Header.Set("Content-Type", contentType)
 	r.Header.Set("Content-Length", fmt.Sprint(len(body)))
-	y, err := NewBuffers(t.TempDir()).Read(r, total, total)
+	y, err := NewBuffers(t.TempDir()).Read(r, Limits{Body: total, Total: total})
 	require.NoError(t, err)
 	t.Cleanup(y.Close)
 	return r, y
@@ -268,9 +268,9 @@ func TestMetadataIsTyped(t *testing.T) {
 	require.Equal(t, Facts{Names: []string{}, Client: "Jö", Priority: 7, HasPriority: true,
 		KeepAlive: 1500 * time.Millisecond, StayWarm: 90 * time.Second, Cooldown: 20 * time.Second}, facts)
 
-	facts, rest, err := peekAt(t, plain, jsonType, `{"x_client_id":5,"x_priority":"soon","x_keep_alive":60}`)
+	facts, rest, err := peekAt(t, plain, jsonType, `{"x_client_id":5,"x_priority":"soon","x_keep_alive":60,"x_stay_warm":-1,"x_cooldown":"86400"}`)
 	require.NoError(t, err, "what is not trusted is not read either")
-	require.Equal(t, Facts{Names: []string{}, KeepAlive: time.Minute}, facts)
+	require.Equal(t, Facts{Names: []string{}}, facts)
 	require.Equal(t, `{}`, rest)
 
 	facts, _, err = peekAt(t, trusted, jsonType, `{"x_client_id":null,"x_priority":null,"x_keep_alive":null,"x_stay_warm":null,"x_cooldown":null}`)
@@ -284,7 +284,7 @@ func TestMetadataIsTyped(t *testing.T) {
 		require.Equal(t, want, facts.Priority, text)
 	}
 	for text, want := range map[string]time.Duration{"0": 0, "86400": MaxDuration, "86401": MaxDuration, "1e400": MaxDuration, `"1e9"`: MaxDuration, "0.001": time.Millisecond} {
-		facts, _, err = peekAt(t, plain, jsonType, `{"x_stay_warm":`+text+`}`)
+		facts, _, err = peekAt(t, trusted, jsonType, `{"x_stay_warm":`+text+`}`)
 		require.NoError(t, err, text)
 		require.Equal(t, want, facts.StayWarm, text)
 	}

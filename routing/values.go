@@ -15,6 +15,9 @@ func (m *members) tell(facts *Facts) (err error) {
 			return err
 		}
 	}
+	if !m.plan.trust { // the others cost somebody else something, too
+		return nil
+	}
 	ours := m.values[len(m.plan.fields):]
 	for i, name := range ownFields {
 		v := ours[i]
@@ -23,13 +26,9 @@ func (m *members) tell(facts *Facts) (err error) {
 		}
 		switch name {
 		case fieldClient:
-			if m.plan.trust {
-				facts.Client, err = v.string(name, MaxClient)
-			}
+			facts.Client, err = v.string(name, MaxClient)
 		case fieldPriority:
-			if m.plan.trust {
-				facts.Priority, facts.HasPriority, err = v.integer(name)
-			}
+			facts.Priority, facts.HasPriority, err = v.integer(name)
 		case fieldKeepAlive:
 			facts.KeepAlive, err = v.seconds(name)
 		case fieldStayWarm:

@@ -1,8 +1,10 @@
 package scheduler
 
 import (
+	"cmp"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -33,25 +35,39 @@ func (s *State) creditFor(sl *slot) time.Duration {
 	return max(time.Minute, 2*s.bound(sl))
 }
 
-// rests are the clients that have started a job and may not start the next yet,
+// rests are the clients that have started a job at a consumer and may not start the next there yet,
 // with their jobs that wait for that.
 type rests struct {
-	until  map[string]time.Time
-	parked map[string][]*job // by submission
+	until  map[restKey]time.Time
+	parked map[restKey][]*job // by submission
 	pruned time.Time
 }
+
+// restKey is a client at a consumer: what it may start at others is not affected.
+type restKey struct{ client, consumer string }
+
+func (j *job) restKey() restKey {
+	return restKey{j.client, orElse(j.slot.cfg.Consumer, j.slot.cfg.Name)}
+}
+
+func (a restKey) compare(b restKey) int {
+	return cmp.Or(strings.Compare(a.client, b.client), strings.Compare(a.consumer, b.consumer))
+}
+
+// coolingReason is why a job waits whose client rests.
+const coolingReason = "it waits for its client's cooldown"
 
 // maxRests bounds the clients that rest at a time.
 const maxRests = 1024
 
-// clientRests says whether a client may not start a job now.
-func (s *State) clientRests(now time.Time, client string) bool {
-	return len(s.resting.until) > 0 && s.cfg.Mode != Passthrough && now.Before(s.resting.until[client])
+// clientRests reports whether a client may not start a job at a consumer now.
+func (s *State) clientRests(now time.Time, r restKey) bool {
+	return len(s.resting.until) > 0 && s.cfg.Mode != Passthrough && now.Before(s.resting.until[r])
 }
 
 // rests says whether a job has to wait for the rest of its client. What runs elsewhere never waits.
 func (s *State) rests(now time.Time, j *job) bool {
-	return !j.slot.cfg.Cloud && s.clientRests(now, j.client)
+	return len(s.resting.until) > 0 && !j.slot.cfg.Cloud && s.clientRests(now, j.restKey())
 }
 
 // rest notes that a client has started a job.
@@ -61,12 +77,13 @@ func (s *State) rest(now time.Time, j *job) {
 		return
 	}
 	if s.resting.until == nil {
-		s.resting.until = map[string]time.Time{}
+		s.resting.until = map[restKey]time.Time{}
 	}
-	if _, known := s.resting.until[j.client]; !known && len(s.resting.until) >= maxRests && !s.resting.prune(now) {
+	key := j.restKey()
+	if _, known := s.resting.until[key]; !known && len(s.resting.until) >= maxRests && !s.resting.prune(now) {
 		return // so many rest already that one more makes no difference
 	}
-	s.resting.until[j.client] = now.Add(d)
+	s.resting.until[key] = now.Add(d)
 }
 
 // chill takes those from the head of a slot's queue whose client has started another job meanwhile.
@@ -80,7 +97,7 @@ func (s *State) chill(now time.Time, sl *slot) {
 			s.wakeBy(end)
 		}
 		s.resting.park(j)
-		s.wakeBy(s.resting.until[j.client])
+		s.wakeBy(s.resting.until[j.restKey()])
 	}
 }
 
@@ -102,11 +119,11 @@ func (s *State) wakeClients(now time.Time) {
 }
 
 // clients are those with parked jobs, in an order that is always the same.
-func (r *rests) clients() []string {
+func (r *rests) clients() []restKey {
 	if len(r.parked) == 0 {
 		return nil
 	}
-	return slices.Sorted(maps.Keys(r.parked))
+	return slices.SortedFunc(maps.Keys(r.parked), restKey.compare)
 }
 
 // prune forgets those that have rested, once a second at most, and says whether there is room for another.
@@ -125,16 +142,18 @@ func (r *rests) prune(now time.Time) bool {
 
 func (r *rests) park(j *job) {
 	if r.parked == nil {
-		r.parked = map[string][]*job{}
+		r.parked = map[restKey][]*job{}
 	}
 	j.state = jobCooling
 	j.slot.parked++
-	r.parked[j.client] = append(r.parked[j.client], j)
+	key := j.restKey()
+	r.parked[key] = append(r.parked[key], j)
 }
 
 func (r *rests) take(j *job) {
 	j.slot.parked--
-	if r.parked[j.client] = slices.DeleteFunc(r.parked[j.client], func(o *job) bool { return o == j }); len(r.parked[j.client]) == 0 {
-		delete(r.parked, j.client)
+	key := j.restKey()
+	if r.parked[key] = slices.DeleteFunc(r.parked[key], func(o *job) bool { return o == j }); len(r.parked[key]) == 0 {
+		delete(r.parked, key)
 	}
 }

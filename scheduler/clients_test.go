@@ -154,8 +154,25 @@ func TestAClientStartsItsNextJobAfterItsCooldown(t *testing.T) {
 	f.requireRunning(a3)
 }
 
-func TestACooldownCountsFromTheStartOnWhateverSlot(t *testing.T) {
-	f := given(t, 16384, lazyServer("v", 5000, lockNone), lazyServer("w", 5000, lockNone))
+func TestH2_ACooldownCountsForItsConsumerOnly(t *testing.T) {
+	f := given(t, 16384, lazyServer("v", 5000, lockNone), lazyServer("w", 5000, lockNone), lazyServer("x", 5000, lockNone, of("c")))
+	for _, name := range []string{"v", "w", "x"} {
+		f.warm(name, 5000)
+	}
+	long := f.submitJob(Submit{Slot: "v", Priority: 100, Client: "a", Cooldown: 24 * time.Hour})
+	f.requireRunning(long)
+	f.release(long)
+	f.requireRunning(f.of("a", "w"), f.of("a", "x"), f.of("b", "v"))
+	rests := f.submitJob(Submit{Slot: "v", Priority: 100, Client: "a", Submitted: f.now, Deadline: f.now.Add(time.Minute)})
+	f.requireWaiting(rests)
+	queue := f.s.Snapshot(f.now).Queue
+	require.Equal(t, coolingReason, queue[len(queue)-1].Why)
+	f.advance(time.Minute)
+	require.Contains(t, f.requireRefused(rests, BudgetExceeded).Message, "cooldown")
+}
+
+func TestACooldownCountsFromTheStartOnWhateverModelOfItsConsumer(t *testing.T) {
+	f := given(t, 16384, lazyServer("v", 5000, lockNone, of("c")), lazyServer("w", 5000, lockNone, of("c")))
 	f.reconfigure(restful)
 	f.warm("v", 5000)
 	f.warm("w", 5000)
@@ -171,7 +188,7 @@ func TestACooldownCountsFromTheStartOnWhateverSlot(t *testing.T) {
 }
 
 func TestTheHeadOfAQueueWhoseClientHasStartedElsewhereLetsOthersPass(t *testing.T) {
-	f := given(t, 16384, lazyServer("v", 5000), lazyServer("w", 5000, lockNone))
+	f := given(t, 16384, lazyServer("v", 5000, of("c")), lazyServer("w", 5000, lockNone, of("c")))
 	f.reconfigure(restful)
 	f.warm("v", 5000)
 	f.warm("w", 5000)
@@ -188,7 +205,7 @@ func TestTheHeadOfAQueueWhoseClientHasStartedElsewhereLetsOthersPass(t *testing.
 }
 
 func TestAColdSlotIsNotLoadedForAClientThatRests(t *testing.T) {
-	f := given(t, 16384, lazyServer("v", 5000), server("t", 5000))
+	f := given(t, 16384, lazyServer("v", 5000, of("c")), server("t", 5000, of("c")))
 	f.reconfigure(restful)
 	f.warm("v", 5000)
 	f.release(f.of("a", "v"))
@@ -338,7 +355,7 @@ func TestARestingJobKeepsItsSlotFromNobody(t *testing.T) {
 }
 
 func TestARestingJobThatLeavesGivesNoCredit(t *testing.T) {
-	f := given(t, 16384, lazyServer("v", 10000, keepAlive(time.Hour), lockNone), server("t", 10000, costs(creditCost)))
+	f := given(t, 16384, lazyServer("v", 10000, keepAlive(time.Hour), lockNone, of("c")), server("t", 10000, costs(creditCost), of("c")))
 	f.reconfigure(restful)
 	f.warm("v", 10000)
 	f.release(f.of("a", "v"))

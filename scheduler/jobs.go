@@ -160,7 +160,7 @@ func (s *State) enqueue(now time.Time, j *job, rests bool) {
 	s.deadlines.add(j)
 	if rests {
 		s.resting.park(j)
-		s.wakeBy(s.resting.until[j.client])
+		s.wakeBy(s.resting.until[j.restKey()])
 		return
 	}
 	s.queueUp(now, j)
@@ -511,8 +511,12 @@ func (s *State) busyAnswer(now time.Time, e BusyAnswer) {
 func (s *State) expire(now time.Time) {
 	for len(s.deadlines) > 0 && !now.Before(s.deadlines[0].deadline) {
 		j := s.deadlines[0]
+		why := orElse(s.reason(j.slot), "others were before it")
+		if j.state == jobCooling {
+			why = coolingReason
+		}
 		s.refuse(now, j, &Refusal{Code: BudgetExceeded, Message: fmt.Sprintf(
-			"consumer %q could not be served within the request's budget of %s: %s", j.slot.cfg.Name, Rounded(j.deadline.Sub(j.submitted)), orElse(s.reason(j.slot), "others were before it"))})
+			"consumer %q could not be served within the request's budget of %s: %s", j.slot.cfg.Name, Rounded(j.deadline.Sub(j.submitted)), why)})
 	}
 }
 

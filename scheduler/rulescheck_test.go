@@ -9,9 +9,9 @@ import (
 // rulesCheck checks clients, reserved places, conflicts, lent GPUs, pins, restores,
 // and who may be evicted when: with books of its own, that it keeps from the events.
 type rulesCheck struct {
-	pins     map[string]bool      // by hand
-	lent     map[int]time.Time    // GPUs
-	rests    map[string]time.Time // clients
+	pins     map[string]bool       // by hand
+	lent     map[int]time.Time     // GPUs
+	rests    map[restKey]time.Time // clients
 	kept     map[*slot]time.Time
 	warm     map[*slot]time.Duration
 	credits  map[*slot]*departures
@@ -30,7 +30,7 @@ func (c *rulesCheck) before(w *world, e Event) {
 		clear(c.rests)
 	}
 	if c.pins == nil {
-		c.pins, c.lent, c.rests = map[string]bool{}, map[int]time.Time{}, map[string]time.Time{}
+		c.pins, c.lent, c.rests = map[string]bool{}, map[int]time.Time{}, map[restKey]time.Time{}
 		c.kept, c.warm, c.credits, c.waited = map[*slot]time.Time{}, map[*slot]time.Duration{}, map[*slot]*departures{}, map[*slot]int{}
 	}
 	clear(c.waited)
@@ -173,11 +173,12 @@ func (c *rulesCheck) admitted(k *checker, j *simJob, sl *slot) {
 		return
 	}
 	if client := j.asked.Client; client != "" {
-		if until := c.rests[client]; w.now.Before(until) {
+		rests := restKey{client, orElse(sl.cfg.Consumer, sl.cfg.Name)}
+		if until := c.rests[rests]; w.now.Before(until) {
 			w.fail("a job of client %s starts %s before it has rested", client, until.Sub(w.now))
 		}
 		if d := max(cfg.ClientCooldown, j.asked.Cooldown); d > 0 {
-			c.rests[client] = w.now.Add(d)
+			c.rests[rests] = w.now.Add(d)
 		}
 	}
 	if cfg.Mode == Evicting && c.isLent(w, sl) {
@@ -208,7 +209,7 @@ func (c *rulesCheck) restsUntil(w *world) (end time.Time) {
 	}
 	for _, j := range w.jobs {
 		if j.state == simWaiting {
-			end = earlier(end, c.rests[j.asked.Client])
+			end = earlier(end, c.rests[restKey{j.asked.Client, orElse(j.server.cfg.Consumer, j.server.cfg.Name)}])
 		}
 	}
 	return end

@@ -175,7 +175,7 @@ func (s *State) viewQueue(now time.Time) []WaiterView {
 		for _, j := range s.resting.parked[client] {
 			if len(out) < snapshotQueue {
 				out = append(out, WaiterView{Job: j.id, Slot: j.slot.cfg.Name, Client: j.client, Priority: j.priority, Submitted: j.submitted,
-					Position: len(out) + 1, Estimate: -1, Why: "its client has started another request too short a time ago"})
+					Position: len(out) + 1, Estimate: -1, Why: coolingReason})
 			}
 		}
 	}

@@ -513,7 +513,7 @@ func TestBodiesAboveMaxBufferedInAllAreRefusedWith503(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Global: "max_buffered 1MiB", Consumers: []consumer{mvoice(), whisper()}})
 	release := s.hold("whisper")
-	large := string(every(700 << 10))
+	large := string(every(500 << 10))
 	first := s.send("POST", "/mvoice/synthesize", large)
 	s.waitQueued("mvoice", 1)
 	a := s.post("/mvoice/synthesize", large)

@@ -228,7 +228,8 @@ func TestEveryErrorCodeIsDocumentedWithItsStatus(t *testing.T) {
 		}
 	})
 	numbers := map[string]string{"StatusForbidden": "403", "StatusNotFound": "404", "StatusUnprocessableEntity": "422", "StatusGatewayTimeout": "504", "StatusBadRequest": "400",
-		"StatusRequestEntityTooLarge": "413", "StatusServiceUnavailable": "503", "StatusBadGateway": "502", "StatusInternalServerError": "500"}
+		"StatusRequestEntityTooLarge": "413", "StatusServiceUnavailable": "503", "StatusBadGateway": "502", "StatusInternalServerError": "500",
+		"StatusRequestTimeout": "408"}
 	number := func(e ast.Expr) string {
 		s, ok := e.(*ast.SelectorExpr)
 		if !ok {

@@ -1,0 +1,216 @@
+package gpubroker
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// Codes of requests that are cut because their client makes no progress, of errors_total and of decisions.
+const (
+	codeUploadStalled   = "upload_stalled"
+	codeDownloadStalled = "download_stalled"
+	codeTunnelIdle      = "tunnel_idle"
+)
+
+// stage is what a request on the list of those that run is doing.
+type stage uint8
+
+const (
+	uploading stage = iota // its body is read ahead
+	answering
+)
+
+// progress is what shows that the client of a request takes part. Its counters are set by whoever reads and writes, the rest belongs to the
+// list of runs, whose mutex guards it.
+type progress struct {
+	moved  atomic.Int64 // bytes of an upload or a tunnel, in both directions
+	writes atomic.Int64 // begun and ended ones: odd while one is under way
+	tunnel atomic.Bool  // it is a tunnel: a connection that was handed over, or a CONNECT
+
+	stage   stage
+	context context.Context // of its request, over HTTP/1
+	mark    int64           // what the counter was …
+	left    int             // … and what the system still had to send, when it last changed
+	since   time.Time
+	stalled string // code for which it was cut; empty: it was not
+}
+
+// limits are how long clients may make no progress; 0: for ever.
+type limits struct{ upload, answer, tunnel time.Duration }
+
+// every is how often to look: a cut is late by two looks at most.
+func (l limits) every() time.Duration {
+	least := 8 * maxLook
+	for _, d := range []time.Duration{l.upload, l.answer, l.tunnel} {
+		if d > 0 {
+			least = min(least, d)
+		}
+	}
+	return max(least/8, minLook)
+}
+
+const (
+	minLook = 10 * time.Millisecond
+	maxLook = 5 * time.Second
+)
+
+// watcher is the one goroutine that looks for clients that make no progress. Requests only count: they need no timer.
+type watcher struct {
+	limits  atomic.Pointer[limits]
+	changed chan struct{} // holds one at most
+	stop    chan struct{}
+	once    sync.Once
+}
+
+func newWatcher() *watcher {
+	w := &watcher{changed: make(chan struct{}, 1), stop: make(chan struct{})}
+	w.limits.Store(&limits{})
+	return w
+}
+
+// set takes the limits of another configuration.
+func (w *watcher) set(l limits) {
+	w.limits.Store(&l)
+	select {
+	case w.changed <- struct{}{}:
+	default:
+	}
+}
+
+func (w *watcher) close() { w.once.Do(func() { close(w.stop) }) }
+
+// watch looks until the pool is closed.
+func (p *pooled) watch() {
+	timer := time.NewTimer(maxLook)
+	defer timer.Stop()
+	for {
+		select {
+		case <-p.watcher.stop:
+			return
+		case <-p.watcher.changed:
+		case <-timer.C:
+		}
+		l := *p.watcher.limits.Load()
+		p.look(time.Now(), l)
+		timer.Reset(l.every())
+	}
+}
+
+// look cuts the requests whose clients have made no progress for too long. Answers and tunnels only while others wait for their GPU.
+func (p *pooled) look(now time.Time, l limits) {
+	var tunnels []broker.Lease
+	p.running.each(func(j *job) {
+		over, limit := j.progress.rests(now, l)
+		switch {
+		case !over:
+		case j.stage == uploading:
+			p.cutFor(j, codeUploadStalled, fmt.Sprintf("an upload to consumer %q made no progress for %s (upload_idle)", j.target.name, limit))
+		case !p.broker.Contended(j.lease):
+		case j.tunnel.Load():
+			tunnels = append(tunnels, j.lease)
+		default:
+			p.cutFor(j, codeDownloadStalled, fmt.Sprintf("the client took nothing of its answer for %s while others waited for the GPU (stall_timeout)", limit))
+		}
+	})
+	for _, lease := range tunnels { // a server may say that it works all the same
+		if !p.broker.Idles(lease) {
+			continue
+		}
+		p.running.each(func(j *job) {
+			if over, limit := j.progress.rests(now, l); over && j.stage == answering && j.lease == lease {
+				p.cutFor(j, codeTunnelIdle, fmt.Sprintf("a tunnel carried nothing for %s while others waited for the GPU (tunnel_idle)", limit))
+			}
+		})
+	}
+}
+
+// rests reports whether a request has made no progress for longer than it may, and for how long that is. The mutex of its list is held.
+func (p *progress) rests(now time.Time, l limits) (over bool, limit time.Duration) {
+	mark, left := p.moved.Load(), 0
+	switch {
+	case p.stage == uploading:
+		limit = l.upload
+	case p.tunnel.Load():
+		limit = l.tunnel
+	default:
+		limit = l.answer
+		if mark = p.writes.Load(); mark%2 == 0 { // it waits for its server, not for its client
+			p.since = time.Time{}
+			return false, limit
+		}
+		if p.context != nil {
+			if conn, ok := p.context.Value(caddyhttp.ConnCtxKey).(net.Conn); ok {
+				left = unsent(conn)
+			}
+		}
+	}
+	if p.since.IsZero() || mark != p.mark || left != p.left {
+		p.since, p.mark, p.left = now, mark, left
+	}
+	return limit > 0 && now.Sub(p.since) >= limit, limit
+}
+
+// cutFor ends a request for its client's fault, and tells of it once. The mutex of the list is held.
+func (p *pooled) cutFor(j *job, code, reason string) {
+	if j.stalled == "" {
+		j.stalled = code
+		if code != codeUploadStalled { // that is told as the refusal that it gets
+			metrics.errors.WithLabelValues(j.target.name, code).Inc()
+			p.broker.Cut(j.lease, scheduler.Code(code), reason)
+		}
+	}
+	if code == codeUploadStalled {
+		_ = j.client().SetReadDeadline(past)
+		return
+	}
+	j.cut()
+}
+
+// past is a deadline that ends reads and writes that are under way, and those to come.
+var past = time.Unix(1, 0)
+
+// client controls the client's connection, or stream, from any goroutine.
+func (j *job) client() *http.ResponseController {
+	return http.NewResponseController(innermost(j.ResponseWriter))
+}
+
+// tunnelled is a connection that was handed over, whose bytes count.
+type tunnelled struct {
+	net.Conn
+	moved *atomic.Int64
+}
+
+func (t tunnelled) Read(p []byte) (int, error) {
+	n, err := t.Conn.Read(p)
+	t.moved.Add(int64(n))
+	return n, err
+}
+
+func (t tunnelled) Write(p []byte) (int, error) {
+	n, err := t.Conn.Write(p)
+	t.moved.Add(int64(n))
+	return n, err
+}
+
+// tunnelBody is what a client sends into a tunnel over HTTP/2 or HTTP/3, whose bytes count.
+type tunnelBody struct {
+	io.ReadCloser
+	moved *atomic.Int64
+}
+
+func (t tunnelBody) Read(p []byte) (int, error) {
+	n, err := t.ReadCloser.Read(p)
+	t.moved.Add(int64(n))
+	return n, err
+}
