@@ -170,8 +170,8 @@ func (j *job) answer(w http.ResponseWriter, r *http.Request, f *failure) error {
 		header.Set("X-Gpu-Broker-Consumer", consumer)
 	}
 	header.Del("Server-Timing")
-	if j.body == nil && r.ProtoMajor == 1 && r.Header.Get("Expect") != "" {
-		header.Set("Connection", "close") // the client holds its body back: the answer must not wait for it
+	if j.body == nil && r.ProtoMajor == 1 && (r.Header.Get("Expect") != "" || j.unread) {
+		header.Set("Connection", "close") // the client holds its body back, or may: the answer must not wait for it
 	}
 	allowOrigin(header, r)
 	logFields(r, zap.String("gpu_consumer", consumer), zap.String("gpu_reason", f.code))

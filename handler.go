@@ -167,6 +167,7 @@ type job struct {
 	turn      bool    // no list names it: at a consumer with models it loads nothing
 	submitted time.Time
 	body      *routing.Body
+	unread    bool           // its body did not come to its end
 	facts     *routing.Facts // what the body says; nil: it was not looked into
 	status    int
 	served    bool // next has answered it whole
@@ -373,6 +374,7 @@ func (j *job) readBody(r *http.Request) (err error) {
 	h.pool.running.add(j, uploading)
 	defer func() {
 		h.pool.running.remove(j)
+		j.unread = j.body == nil
 		if j.stalled != "" { // whatever the reader made of it
 			err = uploadStalled(time.Duration(*h.app.UploadIdle))
 		}
