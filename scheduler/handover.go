@@ -328,8 +328,12 @@ func (s *State) stopped(now time.Time, v *slot) {
 		h.residue = s.residueNow(v, i, c)
 		before := s.knownResidue(v, h)
 		took := h.peak
-		if c.Known && !h.hasMeas && v.stop.fresh[i] { // what came back, as far as it was this slot's or nobody's, and what its next load will use again
-			took = max(took, clamp(c.Free-v.stop.free[i], 0, v.stop.seen[i]+v.stop.out[i])+min(h.residue, v.cfg.Residual))
+		if c.Known && !h.hasMeas { // what came back, and what its next load will use again
+			most := v.stop.seen[i]
+			if v.stop.fresh[i] { // else what outsiders seem to hold may be another's that has gone since
+				most += v.stop.out[i]
+			}
+			took = max(took, clamp(c.Free-v.stop.free[i], 0, most)+min(h.residue, v.cfg.Residual))
 		}
 		footprint += took
 		h.peak = 0
