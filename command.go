@@ -30,6 +30,17 @@ func init() {
 		Short: "Tools for sites that share GPUs among model servers",
 		Long:  "Tools for sites whose configuration has the app gpu_broker. None of them talks to a running Caddy or starts anything.",
 		CobraFunc: func(cmd *cobra.Command) {
+			cmd.SilenceUsage = true
+			cmd.RunE = func(cmd *cobra.Command, args []string) error {
+				if len(args) == 0 {
+					return cmd.Help()
+				}
+				var names []string
+				for _, sub := range cmd.Commands() {
+					names = append(names, sub.Name())
+				}
+				return config.Unknown("subcommand", args[0], names)
+			}
 			cmd.AddCommand(simulateCommand())
 			cmd.AddCommand(doctorCommand())
 			cmd.AddCommand(initCommand())

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -83,6 +84,9 @@ func examine(ctx context.Context, path string, timeout time.Duration) (*doctor.R
 		path = "Caddyfile"
 	}
 	doc, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("reading the configuration: %w: name it with --config, or have one written for this machine by caddy gpu-broker init", err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("reading the configuration: %w", err)
 	}
@@ -96,6 +100,8 @@ func examine(ctx context.Context, path string, timeout time.Duration) (*doctor.R
 		openSampler(cctx, s, app)
 		openDrivers(cctx, s, app)
 		checkRoutes(s, app)
+	} else {
+		s.Sampler = nil // which one is to be used isn't known
 	}
 	report := doctor.Examine(ctx, s)
 	for _, d := range s.Drivers {

@@ -45,6 +45,10 @@ type failure struct {
 func (f *failure) Error() string { return f.message }
 
 func unhealthy(consumer string, err error) error {
+	var caddys caddyhttp.HandlerError
+	if errors.As(err, &caddys) && caddys.Err != nil {
+		err = caddys.Err // without Caddy's own trace
+	}
 	return &failure{status: http.StatusServiceUnavailable, code: string(scheduler.Unhealthy), retryAfter: 5 * time.Second,
 		message: fmt.Sprintf("the server of consumer %q can't be reached: %v", consumer, err)}
 }

@@ -46,10 +46,11 @@ type Broker struct {
 	released chan struct{} // guarded by mu: closed after the next event; nil: nobody waits for that
 	keeping  bool          // guarded by mu: the loop that saves runs
 
-	saving   sync.Mutex // guards what follows, and calls of the store
-	recalled bool
-	saved    []byte // the document as it is in the store
-	unsaved  bool   // there is one that could not be read nor moved: it is not written over
+	saving      sync.Mutex // guards what follows, and calls of the store
+	recalled    bool
+	saved       []byte // the document as it is in the store
+	sharesStore bool   // another process writes there, too
+	unsaved     bool   // there is one that could not be read nor moved: it is not written over
 
 	current atomic.Pointer[Generation]
 	posts   chan scheduler.Decision // to the one goroutine that logs and tells; bounded

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"strings"
 	"time"
@@ -147,6 +148,31 @@ func (b *Broker) keepLearnt(g *Generation) {
 	})
 }
 
+// withOthers is doc with what another process has written since the last
+// save about models that this one knows nothing of: two Caddys with one data folder would else take turns to forget what
+// the other has learnt. It holds saving.
+func (b *Broker) withOthers(ctx context.Context, g *Generation, doc []byte, learnt map[string]scheduler.Learnt) ([]byte, error) {
+	there, err := g.Store.Load(ctx)
+	if err != nil || there == nil || bytes.Equal(there, b.saved) {
+		return doc, nil // the first is told by Save
+	}
+	theirs, err := decodeLearnt(there)
+	if err != nil {
+		return doc, nil // it is of no use to anybody
+	}
+	if !b.sharesStore {
+		b.sharesStore = true
+		g.Logger.Warn("another Caddy keeps what it learns in the same data folder: both are kept, model by model. Give each its own folder (XDG_DATA_HOME, or storage), or what they know of models of the same name gets mixed up")
+	}
+	both := maps.Clone(theirs)
+	maps.Copy(both, learnt)
+	merged, err := encodeLearnt(both)
+	if err != nil || len(merged) > learntMax {
+		return doc, err
+	}
+	return merged, nil
+}
+
 // save writes what was learnt, if it has changed.
 func (b *Broker) save() {
 	g := b.current.Load()
@@ -164,6 +190,10 @@ func (b *Broker) save() {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(b.ctx), storeTimeout) // the last one is at the end
 	defer cancel()
+	if doc, err = b.withOthers(ctx, g, doc, learnt); err != nil {
+		g.Logger.Warn("what was learnt can't be saved", zap.Error(err))
+		return
+	}
 	if err := g.Store.Save(ctx, doc); err != nil {
 		g.Logger.Warn("what was learnt can't be saved", zap.Error(err))
 		return

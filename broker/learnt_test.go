@@ -113,7 +113,7 @@ func TestWhatWasLearntIsSavedAtMostOnceAMinuteAndOnlyIfItChanged(t *testing.T) {
 		w.Close()
 		require.Equal(t, n+1, store.saved(), "once more at the end")
 		require.Empty(t, logs.All())
-		require.Equal(t, 1, store.loads)
+		require.Equal(t, 1+store.saved(), store.loads, "it is looked at before each save, in case another process writes there")
 
 		var doc map[string]any
 		require.NoError(t, json.Unmarshal(store.doc, &doc))
@@ -189,7 +189,7 @@ func TestADocumentThatCannotBeReadIsSetAside(t *testing.T) {
 				w.Close()
 				_, err := decodeLearnt(store.doc)
 				require.NoError(t, err)
-				require.Equal(t, 1, store.loads)
+				require.Equal(t, 1+store.saved(), store.loads)
 			})
 		})
 	}
@@ -286,6 +286,6 @@ func TestTheDocumentIsReadOnceAndTheRulingConfigurationsStoreIsWritten(t *testin
 		pass(time.Minute)
 		require.Equal(t, 1, first.saved())
 		require.Equal(t, 1, second.saved())
-		require.Zero(t, second.loads)
+		require.Equal(t, 1, second.loads, "only to see whether another process writes there")
 	})
 }

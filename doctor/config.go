@@ -37,6 +37,9 @@ func judgeConfig(f *facts) (out []Finding) {
 	for _, fault := range f.site.Faults {
 		tell(Error, fault)
 	}
+	if f.site.Broker == nil && len(out) > 0 {
+		out[0].Mend += "; `caddy gpu-broker init` writes a configuration that works on this machine"
+	}
 	for _, w := range f.site.Warnings {
 		severity := Error
 		if w.Advice {

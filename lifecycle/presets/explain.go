@@ -117,6 +117,9 @@ func models(a *About) string {
 
 func (p *Preset) residency(l *httplife.Lifecycle) string {
 	r := l.Residency
+	if h := l.Health; r == nil && h != nil && (h.Loaded != "" || h.ResidentMiB != "" || h.ResidentBytes != "" || h.Names != "") {
+		r = h // one route tells both
+	}
 	switch {
 	case r == nil && l.Remember:
 		return "can't be told: what it was asked last is remembered"

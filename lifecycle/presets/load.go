@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
+	httplife "github.com/gpu-broker/caddy-gpu-broker/lifecycle/http"
 )
 
 const (
@@ -131,6 +132,30 @@ func check(p *Preset) error {
 			}
 			return fmt.Errorf("%s is the consumer's own, and has no place in a preset: leave it out%s", field, hint)
 		}
+	}
+	return checkRoutes(consumer.LifecycleRaw)
+}
+
+// checkRoutes refuses fields that the routes of a lifecycle do not have. Other
+// lifecycles check themselves; the routes that they keep under server are checked here.
+func checkRoutes(raw json.RawMessage) error {
+	if len(raw) == 0 {
+		return nil
+	}
+	var fields map[string]json.RawMessage
+	if err := json.Unmarshal(raw, &fields); err != nil {
+		return fmt.Errorf("lifecycle: %w", err)
+	}
+	if p, given := fields["protocol"]; given && string(p) != `"`+config.DefaultProtocol+`"` {
+		return checkRoutes(fields["server"])
+	}
+	delete(fields, "protocol")
+	routes, err := json.Marshal(fields)
+	if err == nil {
+		err = strict(routes, new(httplife.Lifecycle))
+	}
+	if err != nil {
+		return fmt.Errorf("lifecycle: %w", err)
 	}
 	return nil
 }

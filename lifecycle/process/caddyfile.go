@@ -13,6 +13,8 @@ import (
 //	process COMMAND ARGS... {
 //		ports 9100-9199
 //		env NAME VALUE
+//		env_clear
+//		env_pass NAME...
 //		dir /path
 //		user NAME
 //		signal SIGTERM
@@ -30,7 +32,7 @@ func (l *Lifecycle) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	seen := map[string]bool{}
 	for nesting := d.Nesting(); d.NextBlock(nesting); {
 		word := d.Val()
-		if seen[word] && word != "env" {
+		if seen[word] && word != "env" && word != "env_pass" {
 			faults = append(faults, d.Errf("%s is set twice: leave one of them out", word))
 			d.RemainingArgs()
 			continue
@@ -56,10 +58,24 @@ func (l *Lifecycle) word(d *caddyfile.Dispenser, word string) error {
 		l.Env[args[0]] = args[1]
 		return nil
 	}
+	switch word {
+	case "env_clear":
+		if len(args) > 0 {
+			return d.Err("wanted: env_clear, with nothing after it")
+		}
+		l.EnvClear = true
+		return nil
+	case "env_pass":
+		if len(args) == 0 {
+			return d.Err("wanted: env_pass NAME...")
+		}
+		l.EnvPass = append(l.EnvPass, args...)
+		return nil
+	}
 	texts := map[string]*string{"ports": &l.Ports, "dir": &l.Dir, "user": &l.User, "signal": &l.Signal, "restart": &l.Restart}
 	text := texts[word]
 	if text == nil && word != "grace" && word != "max_restarts" {
-		return d.Errf("unknown word %q in process: there are ports, env, dir, user, signal, grace, restart and max_restarts", word)
+		return d.Errf("unknown word %q in process: there are ports, env, env_clear, env_pass, dir, user, signal, grace, restart and max_restarts", word)
 	}
 	if len(args) != 1 {
 		return d.Errf("wanted: %s with one value, found %d", word, len(args))

@@ -20,6 +20,8 @@ type plan struct {
 	shown       string // the program as the configuration names it, without secrets
 	command     []text
 	env         map[string]text
+	envClear    bool
+	envPass     []string
 	dir         text
 	user        *account // nil: Caddy's own
 	ports       span
@@ -55,7 +57,15 @@ func compile(l *Lifecycle) (*plan, error) {
 	if err := supported(); err != nil {
 		c.faults = append(c.faults, err)
 	}
-	p := &plan{env: map[string]text{}, grace: time.Duration(l.Grace)}
+	p := &plan{env: map[string]text{}, grace: time.Duration(l.Grace), envClear: l.EnvClear, envPass: l.EnvPass}
+	if len(l.EnvPass) > 0 && !l.EnvClear {
+		c.fault("env_pass has no effect without env_clear: all of Caddy's environment is passed on. Write env_clear, or remove env_pass")
+	}
+	for _, name := range l.EnvPass {
+		if stem, _ := strings.CutSuffix(name, "*"); name == "" || strings.ContainsAny(stem, "=* \x00") {
+			c.fault("env_pass: %q is not the name of a variable, or the beginning of one with a * after it", name)
+		}
+	}
 	for i, word := range l.Command {
 		p.command = append(p.command, c.text(fmt.Sprintf("command: word %d", i+1), word))
 	}

@@ -25,7 +25,7 @@ var notInherited = []string{"NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "L
 func (p *plan) environment(inherited []string, t lifecycle.Target, values map[string]string, mark string) []string {
 	env := slices.DeleteFunc(slices.Clone(inherited), func(entry string) bool {
 		name, _, _ := strings.Cut(entry, "=")
-		return slices.Contains(notInherited, name)
+		return slices.Contains(notInherited, name) || p.envClear && !p.passes(name)
 	})
 	if u := p.user; u != nil {
 		env = append(env, "HOME="+u.home, "USER="+u.name, "LOGNAME="+u.name)
@@ -38,6 +38,17 @@ func (p *plan) environment(inherited []string, t lifecycle.Target, values map[st
 		env = append(env, name+"="+value.render(values))
 	}
 	return append(env, marker+"="+mark)
+}
+
+// alwaysInherited are variables that hardly any program runs without, and that hold no secrets.
+var alwaysInherited = []string{"PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR"}
+
+// passes reports whether a variable of Caddy's reaches the server though its environment is cleared.
+func (p *plan) passes(name string) bool {
+	return slices.Contains(alwaysInherited, name) || slices.ContainsFunc(p.envPass, func(pattern string) bool {
+		stem, any := strings.CutSuffix(pattern, "*")
+		return name == pattern || any && strings.HasPrefix(name, stem)
+	})
 }
 
 // valuesOf are the values of the items, without the port.

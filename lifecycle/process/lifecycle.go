@@ -31,7 +31,7 @@ func init() { caddy.RegisterModule(new(Lifecycle)) }
 //   - `{gpu_broker.tensor_parallel}`: over how many GPUs the model is split; 0 if that is not known;
 //   - `{gpu_broker.utilisation}`: which part of a GPU it may fill, from 0.01 to 0.99; 0.9 if that is not known.
 //
-// The server gets Caddy's environment, that of `env`, and, where its GPUs are
+// The server gets Caddy's environment, unless `env_clear` is set, that of `env`, and, where its GPUs are
 // known, CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, unless `env` sets them.
 // If Caddy dies, its servers die with it.
 type Lifecycle struct {
@@ -42,6 +42,11 @@ type Lifecycle struct {
 	Ports string `json:"ports,omitempty"`
 	// Environment variables that are set beside Caddy's own.
 	Env map[string]string `json:"env,omitempty"`
+	// Start it without Caddy's environment, which may hold secrets, but for PATH, HOME, USER, LOGNAME, LANG, TZ and TMPDIR and what
+	// `env_pass` names. Default: false.
+	EnvClear bool `json:"env_clear,omitempty"`
+	// With `env_clear`: variables of Caddy's that it gets all the same. A `*` at the end stands for anything: `OLLAMA_*`.
+	EnvPass []string `json:"env_pass,omitempty"`
 	// The folder in which it is started. Default: Caddy's.
 	Dir string `json:"dir,omitempty"`
 	// The user, by name or number, that it is to run as; Caddy must run as root then. HOME, USER and LOGNAME become that user's. Default: Caddy's.
