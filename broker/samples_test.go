@@ -58,7 +58,7 @@ func TestK6_NoBoundButTheSamplersOwnHolds(t *testing.T) {
 
 func TestSlowLooksAtEverythingLeaveRoomForLooksAtMemory(t *testing.T) {
 	s := &slowGPU{takes: map[gpu.Detail]time.Duration{gpu.Full: 10 * time.Second, gpu.Memory: 5 * time.Second}}
-	sampled(t, s, 10*time.Minute, func(w *world) {
+	sampled(t, s, 10*time.Minute, func(*world) {
 		require.Greater(t, s.looked()-s.full, 2*s.full)
 		require.Positive(t, s.full)
 	})
