@@ -112,7 +112,23 @@ func (h *Handler) provisionTargets() (err error) {
 	if h.ReadsBody() || len(fields) > 0 {
 		h.plan, err = routing.NewPlan(fields, h.Metadata, h.TrustBody)
 	}
+	if err == nil && h.plan != nil && h.folds() {
+		h.plan.Fold()
+	}
 	return err
+}
+
+// folds reports whether a server that may get the route's requests takes fields of JSON in any case.
+func (h *Handler) folds() bool {
+	if h.fixed != nil {
+		return h.fixed.foldKeys
+	}
+	for _, t := range h.targets {
+		if t.foldKeys {
+			return true
+		}
+	}
+	return false
 }
 
 func (a *App) names() []string {
@@ -567,6 +583,8 @@ func bodyError(r *http.Request, err error) error {
 		return context.Cause(r.Context())
 	case errors.Is(err, routing.ErrTooLarge), errors.As(err, &tooLarge):
 		return &failure{status: http.StatusRequestEntityTooLarge, code: "body_too_large", message: err.Error() + ": raise max_body, or use stream_body on this route"}
+	case errors.Is(err, routing.ErrEncoding):
+		return &failure{status: http.StatusUnsupportedMediaType, code: "unsupported_encoding", message: err.Error() + ", and this route has to look into bodies"}
 	case errors.Is(err, routing.ErrNoRoom):
 		return &failure{status: http.StatusServiceUnavailable, code: "queue_full", message: err.Error() + ": try again later, or raise max_buffered", retryAfter: 5 * time.Second}
 	case errors.Is(err, routing.ErrSpill):

@@ -71,7 +71,7 @@ const (
 
 // codes are the values of the label code of errors_total.
 var codes = []string{
-	"bad_request", "blocked", "body_too_large", codeLeft, "failed", "misrouted", "not_found", "server_died", "storage_full", codeUploadStalled,
+	"bad_request", "blocked", "body_too_large", "unsupported_encoding", codeLeft, "failed", "misrouted", "not_found", "server_died", "storage_full", codeUploadStalled,
 	string(scheduler.UnknownConsumer), string(scheduler.NeverFits), string(scheduler.Unhealthy), string(scheduler.NotRunning), string(scheduler.QueueFull),
 	string(scheduler.VRAMExhausted), string(scheduler.LoadFailed), string(scheduler.GPULost), string(scheduler.Draining), string(scheduler.BudgetExceeded),
 }

@@ -137,6 +137,24 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 
 // resolve finds the consumer of a request, and which of its models. Neither that nor an error: it asks for a list of models.
 func (j *job) resolve(r *http.Request) (*target, error) {
+	t, err := j.find(r)
+	if t == nil || err != nil {
+		return t, err
+	}
+	return t, j.checkCase(t)
+}
+
+// checkCase refuses a body that names its model in a case that only the server would read.
+func (j *job) checkCase(t *target) error {
+	if j.facts == nil || j.facts.OtherCase == "" || !t.foldKeys {
+		return nil
+	}
+	return &failure{status: http.StatusBadRequest, code: "bad_request", message: fmt.Sprintf(
+		"the request body names the model in a field that is %q in another case, which the server of consumer %q reads, too: write it as %q, and once", j.facts.OtherCase, t.name, j.facts.OtherCase)}
+}
+
+// find is resolve, but for what it refuses of the body.
+func (j *job) find(r *http.Request) (*target, error) {
 	h, m := j.handler, j.handler.byModel
 	cheap := r.Method == http.MethodOptions || r.Method == http.MethodHead
 	if h.plan != nil && hasBody(r) && !cheap {
@@ -144,11 +162,7 @@ func (j *job) resolve(r *http.Request) (*target, error) {
 			return nil, err
 		}
 	}
-	var inBody []string
-	if j.facts != nil {
-		inBody = j.facts.Names
-	}
-	name, err := m.sources.Find(r, inBody)
+	name, err := m.sources.Find(r, j.facts)
 	switch {
 	case j.turn: // what it names may be something else
 		return j.mayName(name)
@@ -169,11 +183,7 @@ func (j *job) resolve(r *http.Request) (*target, error) {
 		return nil, &failure{status: http.StatusNotFound, code: string(scheduler.UnknownConsumer),
 			message: "this request names no model, so no server is known that could answer it: name it in " + m.sources.String()}
 	}
-	message := "this request names no model: name it in " + m.sources.String()
-	if r.Header.Get("Content-Encoding") != "" {
-		message += "; a compressed body is not looked into"
-	}
-	return nil, &failure{status: http.StatusBadRequest, code: "bad_request", message: message}
+	return nil, &failure{status: http.StatusBadRequest, code: "bad_request", message: "this request names no model: name it in " + m.sources.String()}
 }
 
 // mayName is named for a request of a known consumer that no list names: a name that means nothing here is the server's to judge.

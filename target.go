@@ -31,6 +31,7 @@ type target struct {
 	starts      bool          // the broker starts and stops its server
 	priority    int           // of requests that name none
 	candidates  []string      // the ladder, this one being the first; nil: there is no other
+	foldKeys    bool          // its server takes fields of JSON in any case
 
 	placeholders caddy.ReplacerFunc // as they are for a request that did not wait
 	waited, ran  prometheus.Observer
@@ -55,7 +56,7 @@ func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
 	if t.Routes, err = config.NewRoutes(c, h.Bypass, h.Touch); err != nil {
 		return nil, fmt.Errorf("consumer %q: %w", c.Name, err)
 	}
-	t.starts = h.app.starts[c.Name]
+	t.starts, t.foldKeys = h.app.starts[c.Name], c.FoldKeys
 	if h.MaxRun != nil {
 		t.maxRun = time.Duration(*h.MaxRun)
 	}

@@ -78,6 +78,7 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 		"vram_managed": flag(s, &c.VRAMManaged),
 		"async":        flag(s, &c.Async),
 		"pin_primary":  flag(s, &c.PinPrimary),
+		"fold_keys":    flag(s, &c.FoldKeys),
 		"cloud":        flag(s, &c.Cloud),
 
 		"keep_alive":     single(s, &c.KeepAlive, "5m", duration),

@@ -156,6 +156,10 @@ type Consumer struct {
 	Models []*Model `json:"models,omitempty"`
 	// Where its requests name the model: `body`, `query NAME`, `header NAME`, `path`, as the route's setting of the same name. Default: `body`.
 	ModelFrom []ModelFrom `json:"model_from,omitempty"`
+	// The server takes the fields of a JSON body in any case, as encoding/json does for servers that are written in Go: `MODEL`
+	// names the model, too. Requests that name it in another case, and not alike, get 400, since the broker and the server could
+	// read different models. Default: false.
+	FoldKeys bool `json:"fold_keys,omitempty"`
 	// Another consumer in the same process, such as the speech recognition beside this speech synthesis. Both are loaded and
 	// unloaded together, and what is measured is split between them by their vram. How it is probed, loaded and unloaded is told at the other.
 	Shares string `json:"shares,omitempty"`

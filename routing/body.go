@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"os"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 )
@@ -89,14 +90,20 @@ type Body struct {
 	file    *os.File // what follows memory
 	size    int64
 	booked  int64       // of size
-	cuts    []span      // left out of what is read again; in order, apart from each other
 	readers *bodyReader // that were handed out
+
+	seen    seen   // what Peek found that may be changed
+	edits   []edit // how what is read again differs; in order, apart from each other
+	decoded *Body  // the body without its content coding, once Peek has read it; nil: it has none
 
 	get func() (io.ReadCloser, error) // reopen, made once
 }
 
-// span is a part of a body, from its first byte to the one past its last.
-type span struct{ from, to int64 }
+// edit replaces a part of a body, from its first byte to the one past its last, by a text.
+type edit struct {
+	from, to int64
+	text     string
+}
 
 // bodies are empty, and keep the memory of small bodies.
 var bodies = sync.Pool{New: func() any { return &Body{memory: make([]byte, 0, 4<<10)} }}
@@ -130,6 +137,11 @@ func (y *Body) Size() int64 { return y.size }
 
 // Fault returns ErrSpill if the body could not be read back from its file.
 func (y *Body) Fault() error {
+	if y.decoded != nil {
+		if err := y.decoded.Fault(); err != nil {
+			return err
+		}
+	}
 	for r := y.readers; r != nil; r = r.next {
 		r.mu.Lock()
 		fault := r.fault
@@ -233,16 +245,22 @@ func (y *Body) open() error {
 	return nil
 }
 
-// Rewind makes r read the body from its start, without what was cut out of
-// it, and sets the Content-Length accordingly.
+// Rewind makes r read the body from its start, with what Peek and Change
+// have changed, and sets the Content-Length accordingly. An encoded body is passed on as it came,
+// unless something in it has changed: then it is passed on decoded, without a Content-Encoding.
 func (y *Body) Rewind(r *http.Request) {
+	if y.decoded != nil && len(y.decoded.edits) > 0 {
+		r.Header.Del("Content-Encoding")
+		y.decoded.Rewind(r)
+		return
+	}
 	length := y.size
-	for _, c := range y.cuts {
-		length -= c.to - c.from
+	for _, e := range y.edits {
+		length += int64(len(e.text)) - (e.to - e.from)
 	}
 	r.ContentLength = length
 	r.TransferEncoding = nil
-	if len(y.cuts) > 0 && r.Header.Get("Content-Length") != "" {
+	if len(y.edits) > 0 && r.Header.Get("Content-Length") != "" {
 		r.Header.Set("Content-Length", strconv.FormatInt(length, 10))
 	}
 	if old, ok := r.Body.(*bodyReader); !ok || !old.again(y) {
@@ -256,9 +274,9 @@ func (y *Body) Rewind(r *http.Request) {
 
 func (y *Body) reopen() (io.ReadCloser, error) { return y.reader(), nil }
 
-// reader reads what is left of the body.
+// reader reads the body with its edits.
 func (y *Body) reader() io.ReadCloser {
-	if len(y.cuts) == 0 && y.size == 0 {
+	if len(y.edits) == 0 && y.size == 0 {
 		return http.NoBody
 	}
 	r := &bodyReader{of: y, next: y.readers}
@@ -269,15 +287,18 @@ func (y *Body) reader() io.ReadCloser {
 
 // content is what r reads.
 func (y *Body) content(r *bodyReader) io.Reader {
-	if len(y.cuts) == 0 && y.file == nil {
+	if len(y.edits) == 0 && y.file == nil {
 		r.whole.Reset(y.memory)
 		return &r.whole
 	}
 	var parts []io.Reader
 	at := int64(0)
-	for _, c := range y.cuts {
-		parts = append(parts, y.part(at, c.from)...)
-		at = c.to
+	for _, e := range y.edits {
+		parts = append(parts, y.part(at, e.from)...)
+		if e.text != "" {
+			parts = append(parts, strings.NewReader(e.text))
+		}
+		at = e.to
 	}
 	parts = append(parts, y.part(at, y.size)...)
 	return io.MultiReader(parts...)
@@ -295,15 +316,6 @@ func (y *Body) part(from, to int64) (parts []io.Reader) {
 	return parts
 }
 
-// cut leaves a part out, which begins where the last one ended or later.
-func (y *Body) cut(s span) {
-	if n := len(y.cuts); n > 0 && y.cuts[n-1].to == s.from {
-		y.cuts[n-1].to = s.to
-		return
-	}
-	y.cuts = append(y.cuts, s)
-}
-
 // Close gives back what the body holds. What is in memory can still be read: an error route of the site may pass it elsewhere.
 func (y *Body) Close() {
 	if y.booked > 0 {
@@ -316,6 +328,9 @@ func (y *Body) Close() {
 		_ = os.Remove(name) // for systems on which an open file can't be removed
 		y.file = nil
 	}
+	if y.decoded != nil {
+		y.decoded.Close()
+	}
 }
 
 // Recycle closes the body and lets the next request have its memory. Nothing reads it any more: a
@@ -324,6 +339,9 @@ func (y *Body) Recycle() {
 	y.Close()
 	for r := y.readers; r != nil; r = r.next {
 		r.end()
+	}
+	if y.decoded != nil {
+		y.decoded.Recycle()
 	}
 	memory, get := y.memory[:0], y.get
 	if cap(memory) > largestKept {

@@ -70,13 +70,17 @@ func TestSourcesAreAskedInTheirOrder(t *testing.T) {
 		{"/models/c?model=", "", []string{"", "e"}, "e"},
 		{"/m/f", "", []string{"", ""}, "f"},
 		{"/m/f", "", nil, "f"},
-		{"/models/c?model=d&model=e", "", nil, "d"},
+		{"/models/c?model=d&model=d", "", nil, "d"},
 		{"/x", "", nil, ""},
 		{"/m/", "", nil, ""},
 	} {
 		r := httptest.NewRequest("POST", c.target, nil)
 		r.Header.Set("X-Model", c.header)
-		name, err := s.Find(r, c.body)
+		var body *Facts
+		if c.body != nil {
+			body = &Facts{Names: c.body}
+		}
+		name, err := s.Find(r, body)
 		require.NoError(t, err)
 		require.Equal(t, c.want, name, c.target)
 	}

@@ -1,6 +1,7 @@
 package routing
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -24,8 +25,8 @@ const (
 // MaxDuration is the longest time that a body can ask for; what is longer counts as this.
 const MaxDuration = 24 * time.Hour
 
-// maxCuts bounds the places at which metadata fields are taken out of one body.
-const maxCuts = 64
+// maxPlaces bounds the places at which fields of one body are read or changed.
+const maxPlaces = 64
 
 // The broker's own metadata fields.
 const (
@@ -51,14 +52,24 @@ type Plan struct {
 	fields []string // where the name of a model may stand
 	trust  bool
 	names  map[string]int // every name that is looked for in JSON: what to do with it
+	marks  []string       // fields that a Change may mean
+	folds  []folded       // names that are looked for in any case
+}
+
+// folded is a name that is looked for in any case, and what to do with it.
+type folded struct {
+	name []byte
+	do   int
 }
 
 // What to do with a field: an index of Plan.fields or of ownFields + own, and
-// whether to take it out.
+// whether to take it out; + an index of Plan.marks, if it is marked, shifted by markShift.
 const (
-	takeOut = 1 << 16
-	own     = 1 << 15
-	isField = 1 << 14
+	isField   = 1 << 14
+	own       = 1 << 15
+	takeOut   = 1 << 16
+	marked    = 1 << 17
+	markShift = 18
 )
 
 // NewPlan makes a Plan. fields are those in which a body may name its model, the
@@ -85,17 +96,53 @@ func NewPlan(fields, metadata []string, trust bool) (*Plan, error) {
 	for _, name := range metadata {
 		p.names[name] |= takeOut
 	}
+	return p, p.check()
+}
+
+func (p *Plan) check() error {
 	for name := range p.names {
 		if name == "" || len(name) > MaxName || !utf8.ValidString(name) {
-			return nil, fmt.Errorf("field %.40q can't be read: a name of 1 to %d bytes is wanted", name, MaxName)
+			return fmt.Errorf("field %.40q can't be read: a name of 1 to %d bytes is wanted", name, MaxName)
 		}
 	}
-	return p, nil
+	return nil
+}
+
+// Mark makes Peek note where these fields of JSON stand, so that Change can change them. It is
+// called once, before the first Peek.
+//
+// Error: as NewPlan's, for at most 1,000 names.
+func (p *Plan) Mark(fields []string) error {
+	for _, name := range fields {
+		if p.names[name]&marked != 0 {
+			continue
+		}
+		if len(p.marks) == 1000 {
+			return errors.New("more than 1000 fields are to be changed")
+		}
+		p.names[name] |= marked | len(p.marks)<<markShift
+		p.marks = append(p.marks, name)
+	}
+	return p.check()
+}
+
+// Fold makes Peek look for names of models, and for marked fields, in any case, too: some server of the
+// route takes them so. It is called once, after Mark.
+func (p *Plan) Fold() {
+	for name, do := range p.names {
+		if do&(isField|marked) != 0 {
+			p.folds = append(p.folds, folded{[]byte(name), do})
+		}
+	}
 }
 
 // Facts are what a body says about its request.
 type Facts struct {
 	Names []string // of models, one for each field of the plan; empty: not named there
+	// OtherCase is a field that names a model in the plan's spelling, where a key of the body is that name in another
+	// case and holds something else than the field itself: a server that folds case may read that. Empty: there is none.
+	OtherCase string
+	Form      bool // the body is a form, in one of its two encodings
 
 	Client      string // empty: not said, or not trusted
 	Priority    int
@@ -107,19 +154,53 @@ type Facts struct {
 
 // Peek reads what p looks for in a body, of the request header h, and takes its
 // metadata fields out: Rewind then gives the rest, every other byte as it came. It reads the body in
-// pieces; it decodes nothing but the fields.
+// pieces; it decodes nothing but the fields. The content codings gzip, deflate, zstd and br are decoded
+// first, within the bounds of the body itself; see Rewind for what becomes of them.
 //
 // Read are JSON (also where a client such as curl calls it a form or nothing at
 // all), multipart/form-data and application/x-www-form-urlencoded; metadata fields only in JSON objects, at their top
-// level. A field that comes twice counts as the last one says in JSON, which is what encoding/json, JavaScript
-// and Python make of it, so the server sees the same; as the first one says in forms. Null, and an empty name,
-// count as nothing said. Any other body, one that is compressed, and an empty one say nothing.
+// level. A metadata field that comes twice counts as the last one says. A model that is named twice with different
+// values is an error: of two servers one reads the first and another the last. Null, and an empty name,
+// count as nothing said. Any other body, and an empty one, say nothing.
 //
-// Errors: *BadBody, or ErrSpill where the body can't be read back.
+// Errors: *BadBody, ErrEncoding, ErrTooLarge and ErrNoRoom for what it decodes to, or ErrSpill where the body can't be read back.
 func (y *Body) Peek(h http.Header, p *Plan) (Facts, error) {
+	if y.size == 0 {
+		return Facts{Names: make([]string, len(p.fields))}, nil
+	}
+	codings, err := contentCodings(h)
+	if err != nil {
+		return Facts{}, err
+	}
+	if len(codings) > 0 {
+		if y.decoded, err = y.decode(codings); err != nil {
+			return Facts{}, unreadable(err)
+		}
+		y = y.decoded
+	}
 	facts := Facts{Names: make([]string, len(p.fields))}
-	if y.size == 0 || y.encoded(h) {
-		return facts, nil
+	if err := y.look(h, p, &facts); err != nil {
+		return Facts{}, unreadable(err)
+	}
+	y.Change(p, "", nil)
+	return facts, nil
+}
+
+// unreadable says what an error is about.
+func unreadable(err error) error {
+	var fault *BadBody
+	if errors.As(err, &fault) || errors.Is(err, ErrSpill) || errors.Is(err, ErrTooLarge) || errors.Is(err, ErrNoRoom) {
+		return fmt.Errorf("the request body can't be read: %w", err)
+	}
+	return bad("the request body can't be read: %v", err)
+}
+
+// look reads the body by its kind.
+func (y *Body) look(h http.Header, p *Plan, facts *Facts) error {
+	y.seen = seen{}
+	y.seen.places = y.seen.few[:0]
+	if y.size == 0 {
+		return nil
 	}
 	var piece *[32 << 10]byte
 	in := &pieces{body: y}
@@ -128,37 +209,39 @@ func (y *Body) Peek(h http.Header, p *Plan) (Facts, error) {
 		defer chunks.Put(piece)
 		in.chunk = piece[:]
 	}
+	kinds := h["Content-Type"]
+	if len(kinds) > 1 && slices.ContainsFunc(kinds, func(kind string) bool { return kind != kinds[0] }) {
+		return bad("the request has %d different headers Content-Type", len(kinds))
+	}
 	kind, params, _ := mime.ParseMediaType(h.Get("Content-Type"))
-	var err error
 	switch {
 	case kind == "multipart/form-data":
-		err = readMultipart(&reader{more: in.next}, params["boundary"], p.fields, facts.Names)
+		y.seen.as, facts.Form = asMultipart, true
+		return y.readMultipart(in.next, params["boundary"], p.fields, facts.Names)
 	case kind == "application/json" || strings.HasSuffix(kind, "+json"),
 		(kind == "" || kind == "text/plain" || kind == "application/x-www-form-urlencoded") && y.looksLikeJSON():
-		err = y.peekJSON(in.next, p, &facts)
+		y.seen.as = asJSON
+		return y.peekJSON(in.next, p, facts)
 	case kind == "application/x-www-form-urlencoded":
-		err = readForm(in.next, p.fields, facts.Names)
+		y.seen.as, facts.Form = asForm, true
+		return y.readForm(in.next, p.fields, facts.Names)
 	}
-	var fault *BadBody
-	switch {
-	case err == nil:
-		return facts, nil
-	case errors.As(err, &fault), errors.Is(err, ErrSpill):
-		return Facts{}, fmt.Errorf("the request body can't be read: %w", err)
-	}
-	return Facts{}, bad("the request body can't be read: %v", err)
+	return nil
 }
 
-// encoded says whether the body is compressed.
-func (y *Body) encoded(h http.Header) bool {
-	coding := h.Get("Content-Encoding")
-	return coding != "" && !strings.EqualFold(coding, "identity")
+// note keeps a place.
+func (y *Body) note(at place) error {
+	if len(y.seen.places) == maxPlaces {
+		return bad("its metadata fields, and those that name a model, stand at more than %d places", maxPlaces)
+	}
+	y.seen.places = append(y.seen.places, at)
+	return nil
 }
 
 // looksLikeJSON says whether the body begins as a JSON object. A form does so in no client: it would escape the brace.
 func (y *Body) looksLikeJSON() bool {
-	text := strings.TrimLeft(strings.TrimPrefix(string(y.memory[:min(len(y.memory), 64)]), "\uFEFF"), " \t\r\n")
-	return strings.HasPrefix(text, "{")
+	text := bytes.TrimLeft(bytes.TrimPrefix(y.memory, []byte("\uFEFF")), " \t\r\n")
+	return bytes.HasPrefix(text, []byte("{"))
 }
 
 // scanners are large, for their bits.
@@ -182,8 +265,8 @@ func (y *Body) peekJSON(more func() ([]byte, error), p *Plan, facts *Facts) erro
 		}
 		return s.end()
 	}
-	m := members{scanner: s, plan: p, lastKept: -1, values: make([]value, len(p.fields)+len(ownFields))}
-	if err := m.read(y); err != nil {
+	m := members{scanner: s, plan: p, body: y, values: make([]value, len(p.fields)+len(ownFields)+len(p.fields))}
+	if err := m.read(); err != nil {
 		return err
 	}
 	if err := s.end(); err != nil {
@@ -211,22 +294,18 @@ type value struct {
 type members struct {
 	*scanner
 	plan   *Plan
-	values []value // of the plan's fields, then of ownFields
-
-	lastKept int64 // the end of the last member that stays; -1: there is none
-	first    int64 // the start of the first of the members that go and have followed it
-	going    bool  // the last one goes
+	body   *Body
+	values []value // of the plan's fields, then of ownFields, then of keys that are the plan's fields in another case
 }
 
-// read reads its members, and cuts out of y those that go.
-//
-// A member goes with the comma and the blanks after it, so that the next one
-// stands in its place; those at the end go from the end of the last one that stays, and so take the comma before them along.
-func (m *members) read(y *Body) error {
+// read reads its members, and notes those that may be changed.
+func (m *members) read() error {
+	seen := &m.body.seen
 	if err := m.open(true); err != nil {
 		return err
 	}
 	m.pos++ // the brace
+	seen.inside = m.offset()
 	c, err := m.space()
 	if err != nil {
 		return m.malformed(err, "a key or a brace")
@@ -235,38 +314,35 @@ func (m *members) read(y *Body) error {
 		m.pos++
 		return nil
 	}
+	noted := false // the member before is the last of the places
 	for {
-		start := m.offset()
-		if m.going { // its comma and the blanks before this one go too
-			y.cut(span{m.first, start})
-			if len(y.cuts) > maxCuts {
-				return bad("its metadata fields stand at more than %d places", maxCuts)
+		at := place{start: m.offset(), prev: seen.last}
+		if noted {
+			seen.places[len(seen.places)-1].next = at.start
+		}
+		if at.do, at.folded, err = m.name(); err != nil {
+			return err
+		}
+		if at.kind, err = m.space(); err != nil {
+			return m.malformed(err, "a value")
+		}
+		at.from = m.offset()
+		if err := m.take(&at); err != nil {
+			return err
+		}
+		at.to = m.offset()
+		seen.last = at.to
+		if noted = at.do&(takeOut|isField|marked) != 0; noted {
+			if err := m.body.note(at); err != nil {
+				return err
 			}
-			m.first = start
 		}
-		do, err := m.name()
-		if err != nil {
-			return err
-		}
-		if err := m.take(do); err != nil {
-			return err
-		}
-		switch {
-		case do&takeOut == 0:
-			m.lastKept, m.going = m.offset(), false
-		case !m.going:
-			m.first, m.going = start, true
-		}
-		end := m.offset()
 		c, err := m.space()
 		switch {
 		case err != nil || c != ',' && c != '}':
 			return m.malformed(err, "a comma or a brace")
 		case c == '}':
 			m.pos++
-			if m.going {
-				y.cutEnd(m.lastKept, m.first, end)
-			}
 			return nil
 		}
 		m.pos++
@@ -276,66 +352,70 @@ func (m *members) read(y *Body) error {
 	}
 }
 
-// cutEnd cuts out the last members, of which those before first are cut out already.
-func (y *Body) cutEnd(lastKept, first, end int64) {
-	if lastKept < 0 { // nothing stays, so no comma may: those before are one cut up to first
-		y.cut(span{first, end})
-		return
-	}
-	for len(y.cuts) > 0 && y.cuts[len(y.cuts)-1].from >= lastKept {
-		y.cuts = y.cuts[:len(y.cuts)-1]
-	}
-	y.cut(span{lastKept, end})
-}
-
 // name reads a key and its colon; what is to be done with it, 0 if nothing.
-func (m *members) name() (do int, _ error) {
+func (m *members) name() (do int, inOtherCase bool, _ error) {
 	c, err := m.space()
 	if err != nil || c != '"' {
-		return 0, m.malformed(err, "a key in quotes")
+		return 0, false, m.malformed(err, "a key in quotes")
 	}
 	m.capture()
 	if err := m.string(); err != nil {
-		return 0, err
+		return 0, false, err
 	}
 	if text, ok := m.text(); ok {
-		do = m.plan.lookUp(text)
+		do, inOtherCase = m.plan.lookUp(text)
 	}
-	return do, m.byte(':')
+	return do, inOtherCase, m.byte(':')
 }
 
 // lookUp takes a key as it stands in the body, with its quotes.
-func (p *Plan) lookUp(text []byte) int {
+func (p *Plan) lookUp(text []byte) (do int, inOtherCase bool) {
 	inner := text[1 : len(text)-1]
-	if !slices.Contains(inner, '\\') {
-		return p.names[string(inner)]
+	if slices.Contains(inner, '\\') {
+		name, _ := unquote(text)
+		inner = []byte(name)
 	}
-	name, _ := unquote(text)
-	return p.names[name]
+	if do = p.names[string(inner)]; do != 0 {
+		return do, false
+	}
+	for i := range p.folds {
+		if bytes.EqualFold(inner, p.folds[i].name) {
+			return p.folds[i].do, true
+		}
+	}
+	return 0, false
 }
 
 // take reads a value, and keeps it if its field is read.
-func (m *members) take(do int) error {
-	if do&(own|isField) == 0 {
+func (m *members) take(at *place) error {
+	read := at.do&isField != 0 || at.do&own != 0 && !at.folded
+	if !read {
 		return m.value()
-	}
-	c, err := m.space()
-	if err != nil {
-		return m.malformed(err, "a value")
 	}
 	m.capture()
 	if err := m.value(); err != nil {
 		return err
 	}
 	text, ok := m.text()
-	v := value{kind: c, long: !ok}
+	v := value{kind: at.kind, long: !ok}
 	if ok {
 		v.text = string(text)
 	}
-	index := do & (isField - 1)
-	if do&own != 0 {
+	index := at.do & (isField - 1)
+	switch {
+	case at.do&own != 0:
 		index += len(m.plan.fields)
+	case at.folded:
+		index += len(m.plan.fields) + len(ownFields)
+	}
+	if old := m.values[index]; at.do&isField != 0 && old.kind != 0 && !old.equals(v) {
+		return twice("field", m.plan.fields[at.do&(isField-1)])
 	}
 	m.values[index] = v
 	return nil
+}
+
+// twice is the error of something that names a model twice, and not the same one.
+func twice(what, name string) error {
+	return bad("the %s %q, which names the model, stands there twice with different values: leave one of them out", what, name)
 }

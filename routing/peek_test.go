@@ -63,8 +63,7 @@ func TestModelIsFoundInJSONWhereverItStands(t *testing.T) {
 		"last":                         `{"messages":[{"model":"other"}],"n":-1.5e+3,"stream":true , "model" : "qwen" }`,
 		"after 3 MiB":                  `{"image":"` + large + `","model":"qwen"}`,
 		"before 3 MiB":                 `{"model":"qwen","image":"` + large + `"}`,
-		"twice: the last counts":       `{"model":"other","model":"qwen"}`,
-		"twice, the first of no use":   `{"model":5,"model":"qwen"}`,
+		"twice alike":                  `{"model":"qwen","a":1,"mod\u0065l":"q\u0077en"}`,
 		"escaped key":                  `{"mod\u0065l":"qwen"}`,
 		"every character escaped":      `{"\u006d\u006f\u0064\u0065\u006C":"\u0071\u0077\u0065\u006e"}`,
 		"nested ones are not meant":    `{"options":{"model":"a"},"list":[{"model":"b"}],"model":"qwen","tail":{"model":"c"}}`,
@@ -118,20 +117,14 @@ func TestJSONIsReadWhateverItsContentTypeIsCalled(t *testing.T) {
 	}
 }
 
-func TestCompressedAndEmptyBodiesSayNothing(t *testing.T) {
-	p := plan(t, []string{"model"}, nil, false)
-	r, y := post(t, jsonType, []byte("\x1f\x8b\x08"))
-	r.Header.Set("Content-Encoding", "gzip")
-	facts, err := y.Peek(r.Header, p)
-	require.NoError(t, err)
-	require.Equal(t, []string{""}, facts.Names)
-	facts, _, err = peekAt(t, p, jsonType, "")
+func TestEmptyBodiesSayNothing(t *testing.T) {
+	facts, _, err := peekAt(t, plan(t, []string{"model"}, nil, false), jsonType, "")
 	require.NoError(t, err)
 	require.Equal(t, []string{""}, facts.Names)
 }
 
 func TestJSONWithoutANameSaysNothing(t *testing.T) {
-	for _, body := range []string{`{}`, ` { } `, `[]`, `[{"model":"a"}]`, `"model"`, `null`, `12`, `{"model":null}`, `{"model":""}`, `{"other":"a"}`, `{"model":"a","model":null}`} {
+	for _, body := range []string{`{}`, ` { } `, `[]`, `[{"model":"a"}]`, `"model"`, `null`, `12`, `{"model":null}`, `{"model":""}`, `{"other":"a"}`} {
 		facts, rest, err := peekAt(t, plan(t, []string{"model"}, nil, false), jsonType, body)
 		require.NoError(t, err, body)
 		require.Equal(t, []string{""}, facts.Names, body)
@@ -200,7 +193,6 @@ func TestModelThatIsNoNameIsAnErrorThatNamesTheField(t *testing.T) {
 		`{"model":["a"]}`:        "a list",
 		`{"model":{"name":"a"}}`: "an object",
 		`{"model":["` + strings.Repeat("a", 1<<20) + `"]}`:                                              "a list",
-		`{"model":"a","model":5}`:                                                                       "a number",
 		`{"model":"` + strings.Repeat("a", 513) + `"}`:                                                  "longer than 512 bytes",
 		`{"model":"` + strings.Repeat("a", 1<<20) + `"}`:                                                "longer than 512 bytes",
 		`{"model":"` + strings.Repeat(`\u00e9`, 257) + `"}`:                                             "longer than 512 bytes",
@@ -254,10 +246,10 @@ func TestMetadataIsTakenOutAndEveryOtherByteStays(t *testing.T) {
 
 func TestMetadataAtTooManyPlacesIsAnError(t *testing.T) {
 	body := func(n int) string { return "{" + strings.Repeat(`"x_priority":1,"a":2,`, n) + `"b":3}` }
-	_, rest, err := peekAt(t, plan(t, nil, nil, false), jsonType, body(maxCuts))
+	_, rest, err := peekAt(t, plan(t, nil, nil, false), jsonType, body(maxPlaces))
 	require.NoError(t, err)
-	require.Equal(t, "{"+strings.Repeat(`"a":2,`, maxCuts)+`"b":3}`, rest)
-	_, _, err = peekAt(t, plan(t, nil, nil, false), jsonType, body(maxCuts+1))
+	require.Equal(t, "{"+strings.Repeat(`"a":2,`, maxPlaces)+`"b":3}`, rest)
+	_, _, err = peekAt(t, plan(t, nil, nil, false), jsonType, body(maxPlaces+1))
 	require.ErrorContains(t, err, "more than 64 places")
 }
 

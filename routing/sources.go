@@ -3,7 +3,10 @@ package routing
 import (
 	"errors"
 	"fmt"
+	"iter"
 	"net/http"
+	"net/url"
+	"slices"
 	"strings"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
@@ -14,6 +17,8 @@ type Sources struct {
 	list   []config.ModelFrom
 	paths  []PathPattern // of the sources of kind path, in their order
 	fields []string      // of those of kind body
+
+	hasQuery bool // one of them is of kind query
 }
 
 // NewSources checks the places; its error holds all faults.
@@ -36,6 +41,7 @@ func NewSources(list []config.ModelFrom) (*Sources, error) {
 		case from.Source != config.FromQuery && from.Source != config.FromHeader:
 			faults = append(faults, fmt.Errorf("model_from %q: one of %s is wanted", from.Source, strings.Join(config.ModelSources, ", ")))
 		}
+		s.hasQuery = s.hasQuery || from.Source == config.FromQuery
 		s.list = append(s.list, from)
 	}
 	return s, errors.Join(faults...)
@@ -45,26 +51,34 @@ func NewSources(list []config.ModelFrom) (*Sources, error) {
 func (s *Sources) Fields() []string { return s.fields }
 
 // Find is the name of the model that a request wants, from the first place
-// that holds one; empty: none does. inBody are the names that Peek found, in the order of Fields; nil: the body was not read.
+// that holds one; empty: none does. body is what Peek found; nil: the body was not read.
 //
-// Error: *BadBody for a name that is longer than MaxName.
-func (s *Sources) Find(r *http.Request, inBody []string) (string, error) {
-	path, body := 0, 0
-	for _, from := range s.list {
+// Error: *BadBody for a name that is longer than MaxName, and for one that stands twice in its place, with different values.
+func (s *Sources) Find(r *http.Request, body *Facts) (string, error) {
+	path, field := 0, 0
+	for i := range s.list {
+		from := &s.list[i]
 		var name string
+		var err error
 		switch from.Source {
 		case config.FromQuery:
-			name = r.URL.Query().Get(from.Name)
+			name, err = inQuery(r.URL.RawQuery, from.Name)
 		case config.FromHeader:
-			name = r.Header.Get(from.Name)
+			name, err = inHeader(r.Header, from.Name)
 		case config.FromPath:
 			name, _ = s.paths[path].Match(r.URL.Path)
 			path++
 		case config.FromBody:
-			if body < len(inBody) {
-				name = inBody[body]
+			if body != nil {
+				name = body.Names[field]
 			}
-			body++
+			if name != "" && body.Form && r.URL.RawQuery != "" && !s.hasQuery {
+				err = notInQuery(r.URL.RawQuery, from.Name, name)
+			}
+			field++
+		}
+		if err != nil {
+			return "", err
 		}
 		if len(name) > MaxName {
 			return "", bad("the model's name in the %s is longer than %d bytes", from.Source, MaxName)
@@ -74,6 +88,110 @@ func (s *Sources) Find(r *http.Request, inBody []string) (string, error) {
 		}
 	}
 	return "", nil
+}
+
+// inHeader is the value of a header; a second one must be the same.
+func inHeader(h http.Header, name string) (string, error) {
+	values := h.Values(name)
+	if len(values) == 0 {
+		return "", nil
+	}
+	if slices.ContainsFunc(values, func(v string) bool { return v != values[0] }) {
+		return "", twice("header", name)
+	}
+	return values[0], nil
+}
+
+// inQuery is the value of a parameter; a second one must be the same.
+func inQuery(query, name string) (value string, err error) {
+	found := false
+	for pair := range pairsOf(query) {
+		i, text, err := field([]string{name}, query[pair.key:pair.equals], query[pair.from:pair.to], false)
+		switch {
+		case err != nil:
+			return "", err
+		case i < 0:
+		case found && text != value:
+			return "", twice("parameter", name)
+		default:
+			value, found = text, true
+		}
+	}
+	return value, nil
+}
+
+// notInQuery refuses a parameter of the name of a form's field with another value: some servers look for fields of forms in
+// the query first.
+func notInQuery(query, name, value string) error {
+	for pair := range pairsOf(query) {
+		i, text, err := field([]string{name}, query[pair.key:pair.equals], query[pair.from:pair.to], false)
+		if err != nil {
+			return err
+		}
+		if i >= 0 && text != value {
+			return bad("the query and the form both hold %q, which names the model, with different values: leave one of them out", name)
+		}
+	}
+	return nil
+}
+
+// pair is where a parameter stands in a query.
+type pair struct{ key, equals, from, to int }
+
+// pairsOf goes over the parameters of a query.
+func pairsOf(query string) iter.Seq[pair] {
+	return func(yield func(pair) bool) {
+		for at := 0; at < len(query); {
+			end := at + strings.IndexByte(query[at:]+"&", '&')
+			p := pair{at, end, end, end}
+			if equals := strings.IndexByte(query[at:end], '='); equals >= 0 {
+				p.equals, p.from = at+equals, at+equals+1
+			}
+			if !yield(p) {
+				return
+			}
+			at = end + 1
+		}
+	}
+}
+
+// Rename changes the name of the model, wherever a place other than the body holds it: Body.Change is for that. Places
+// that hold another name stay as they are.
+func (s *Sources) Rename(r *http.Request, was, name string) {
+	path := 0
+	for i := range s.list {
+		from := &s.list[i]
+		switch from.Source {
+		case config.FromQuery:
+			renameQuery(r, from.Name, was, name)
+		case config.FromHeader:
+			if values := r.Header.Values(from.Name); len(values) > 0 && values[0] == was {
+				r.Header.Set(from.Name, name)
+			}
+		case config.FromPath:
+			s.paths[path].rename(r, was, name)
+			path++
+		}
+	}
+}
+
+func renameQuery(r *http.Request, field, was, name string) {
+	query := r.URL.RawQuery
+	var b strings.Builder
+	at := 0
+	for p := range pairsOf(query) {
+		key, err := url.QueryUnescape(query[p.key:p.equals])
+		value, valueErr := url.QueryUnescape(query[p.from:p.to])
+		if err == nil && valueErr == nil && key == field && value == was {
+			b.WriteString(query[at:p.from])
+			b.WriteString(url.QueryEscape(name))
+			at = p.to
+		}
+	}
+	if at > 0 {
+		r.URL.RawQuery = b.String() + query[at:]
+		r.RequestURI = r.URL.RequestURI()
+	}
 }
 
 // String names the places, for people.
@@ -121,4 +239,34 @@ func (p PathPattern) Match(path string) (name string, ok bool) {
 		return "", false
 	}
 	return name, true
+}
+
+// rename puts another name into a path that holds this one. What is before and after it stays as it is escaped. Slashes of the name
+// are escaped if those of the old one are.
+func (p PathPattern) rename(r *http.Request, was, name string) {
+	if found, _ := p.Match(r.URL.Path); found != was || was == "" {
+		return
+	}
+	escaped := r.URL.EscapedPath()
+	from := escapedIndex(escaped, len(p.before))
+	to := escapedIndex(escaped, len(r.URL.Path)-len(p.after))
+	text := url.PathEscape(name)
+	if !strings.Contains(strings.ToLower(escaped[from:to]), "%2f") {
+		text = strings.ReplaceAll(text, "%2F", "/")
+	}
+	r.URL.Path = p.before + name + p.after
+	r.URL.RawPath = escaped[:from] + text + escaped[to:]
+	r.RequestURI = r.URL.RequestURI()
+}
+
+// escapedIndex is where in an escaped path its decoded byte n stands.
+func escapedIndex(escaped string, n int) int {
+	at := 0
+	for ; n > 0; n-- {
+		if escaped[at] == '%' {
+			at += 2
+		}
+		at++
+	}
+	return at
 }

@@ -15,6 +15,12 @@ func (m *members) tell(facts *Facts) (err error) {
 			return err
 		}
 	}
+	otherCase := m.values[len(m.plan.fields)+len(ownFields):]
+	for i, name := range m.plan.fields {
+		if v := otherCase[i]; v.kind != 0 && !v.equals(m.values[i]) {
+			facts.OtherCase = name
+		}
+	}
 	if !m.plan.trust { // the others cost somebody else something, too
 		return nil
 	}
@@ -41,6 +47,21 @@ func (m *members) tell(facts *Facts) (err error) {
 		}
 	}
 	return nil
+}
+
+// equals reports whether two values are the same text, however it is escaped, or the same in every byte.
+func (v value) equals(other value) bool {
+	switch {
+	case v.long || other.long || v.kind != other.kind:
+		return false
+	case v.text == other.text:
+		return true
+	case v.kind != '"':
+		return false
+	}
+	a, errA := unquote([]byte(v.text))
+	b, errB := unquote([]byte(other.text))
+	return errA == nil && errB == nil && a == b
 }
 
 // string is the value as text, empty for null.

@@ -227,7 +227,7 @@ func TestEveryErrorCodeIsDocumentedWithItsStatus(t *testing.T) {
 			statuses[literal(spec.Values[0])] = "503"
 		}
 	})
-	numbers := map[string]string{"StatusForbidden": "403", "StatusNotFound": "404", "StatusUnprocessableEntity": "422", "StatusGatewayTimeout": "504", "StatusBadRequest": "400",
+	numbers := map[string]string{"StatusForbidden": "403", "StatusNotFound": "404", "StatusUnsupportedMediaType": "415", "StatusUnprocessableEntity": "422", "StatusGatewayTimeout": "504", "StatusBadRequest": "400",
 		"StatusRequestEntityTooLarge": "413", "StatusServiceUnavailable": "503", "StatusBadGateway": "502", "StatusInternalServerError": "500",
 		"StatusRequestTimeout": "408"}
 	number := func(e ast.Expr) string {
