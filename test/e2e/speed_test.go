@@ -3,6 +3,7 @@ package e2e
 import (
 	"fmt"
 	"io"
+	"math"
 	"net/http"
 	"slices"
 	"sync"
@@ -50,18 +51,20 @@ func TestAlone_ThroughputIsWithin5PercentOfPlainReverseProxy(t *testing.T) {
 	const connections, requests, pairs = 32, 3000, 20
 	s.throughput(s.client, "/plain/audio/big?bytes=2000", connections, requests)
 	s.throughput(s.client, "/fast/audio/big?bytes=2000", connections, requests)
-	// The noise of a shared machine is as large as the bound: one of five medians must hold it.
+	const bound, attempts = 0.95, 3
 	for attempt := 1; ; attempt++ {
-		median := s.compare(connections, requests, pairs)
-		if median >= 0.95 {
-			return
+		median, doubt := s.compare(connections, requests, pairs)
+		if attempt < attempts && doubt > math.Abs(median-bound) {
+			continue // the spread of this run is too wide to tell on which side of the bound its median is
 		}
-		require.Less(t, attempt, 5, "median ratio %.3f", median)
+		require.GreaterOrEqual(t, median, bound, "median ratio, give or take %.3f", doubt)
+		return
 	}
 }
 
-// compare is the median over interleaved pairs of the broker's throughput by plain reverse_proxy's.
-func (s *site) compare(connections, requests, pairs int) float64 {
+// compare returns the median over interleaved pairs of the broker's throughput by plain reverse_proxy's, and half the width of
+// its 95 % confidence interval, estimated from the quartiles.
+func (s *site) compare(connections, requests, pairs int) (median, doubt float64) {
 	var ratios, plains, brokers []float64
 	for i := range pairs {
 		var plain, ours float64
@@ -75,11 +78,12 @@ func (s *site) compare(connections, requests, pairs int) float64 {
 		ratios, plains, brokers = append(ratios, ours/plain), append(plains, plain), append(brokers, ours)
 	}
 	slices.Sort(ratios)
-	median := (ratios[pairs/2-1] + ratios[pairs/2]) / 2
+	median = (ratios[pairs/2-1] + ratios[pairs/2]) / 2
+	doubt = 1.57 * (ratios[pairs*3/4] - ratios[pairs/4]) / math.Sqrt(float64(pairs))
 	slices.Sort(plains)
 	slices.Sort(brokers)
-	s.t.Logf("median ratio %.3f (from %.3f to %.3f); plain %.0f/s, broker %.0f/s in the median", median, ratios[0], ratios[pairs-1], plains[pairs/2], brokers[pairs/2])
-	return median
+	s.t.Logf("median ratio %.3f ± %.3f (from %.3f to %.3f); plain %.0f/s, broker %.0f/s in the median", median, doubt, ratios[0], ratios[pairs-1], plains[pairs/2], brokers[pairs/2])
+	return median, doubt
 }
 
 func TestAlone_SwapTakesAtMost10MillisecondsBeyondTheServersOwnTime(t *testing.T) {
