@@ -180,6 +180,8 @@ type job struct {
 	repl      *caddy.Replacer
 	target    *target // of the consumer that serves it
 	model     string  // … and which of its models, if it has several
+	asked     string  // the name by which its client asked for another name's model or for a consumer with fallbacks; empty: it goes as it is
+	askedOf   string  // the consumer that this names
 	turn      bool    // no list names it: at a consumer with models it loads nothing
 	submitted time.Time
 	body      *routing.Body
@@ -348,6 +350,7 @@ func (j *job) acquire(r *http.Request) error {
 		return err
 	}
 	j.admitted(lease)
+	j.translate(r)
 	return nil
 }
 

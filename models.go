@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -203,7 +204,11 @@ func (j *job) named(r *http.Request, name string) (*target, error) {
 	h, m := j.handler, j.handler.byModel
 	if who, ok := m.names.Lookup(name); ok {
 		j.model = who.Model
-		return h.targets[who.Consumer], nil
+		t := h.targets[who.Consumer]
+		if len(t.candidates) > 0 || who.Model != "" && !h.app.modelNames[who.Consumer].Same(name, who.Model) {
+			j.asked, j.askedOf = name, who.Consumer
+		}
+		return t, nil
 	}
 	if m.only != nil && m.only.VRAM > 0 {
 		offer := h.pool.broker.Offer(r.Context(), m.only.Name, name)
@@ -225,6 +230,31 @@ func (j *job) named(r *http.Request, name string) (*target, error) {
 		return h.targets[consumer], nil
 	}
 	return nil, m.unknown(name)
+}
+
+// translate puts the name that the server knows in place of the one by which
+// the client asked: a model's own for its alias, and the first alias of a consumer that serves as a fallback,
+// unless the client's name is one of that consumer's. Nothing else of the request changes. It does so once.
+func (j *job) translate(r *http.Request) {
+	asked := j.asked
+	if j.asked = ""; asked == "" {
+		return
+	}
+	name := j.model
+	if j.target.name != j.askedOf {
+		name = ""
+		if known := j.target.known; len(known) > 0 && asked != j.target.name && !slices.Contains(known, asked) {
+			name = known[0]
+		}
+	}
+	if name == "" || name == asked {
+		return
+	}
+	j.handler.byModel.sources.Rename(r, asked, name)
+	if j.body != nil && j.facts != nil && slices.Contains(j.facts.Names, asked) {
+		j.body.Change(j.handler.plan, name, nil)
+		j.body.Rewind(r)
+	}
 }
 
 // unknown is the error for a name that no consumer has.

@@ -31,6 +31,7 @@ type target struct {
 	starts      bool          // the broker starts and stops its server
 	priority    int           // of requests that name none
 	candidates  []string      // the ladder, this one being the first; nil: there is no other
+	known       []string      // names that its server knows, beside the consumer's
 	foldKeys    bool          // its server takes fields of JSON in any case
 
 	placeholders caddy.ReplacerFunc // as they are for a request that did not wait
@@ -56,7 +57,7 @@ func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
 	if t.Routes, err = config.NewRoutes(c, h.Bypass, h.Touch); err != nil {
 		return nil, fmt.Errorf("consumer %q: %w", c.Name, err)
 	}
-	t.starts, t.foldKeys = h.app.starts[c.Name], c.FoldKeys
+	t.starts, t.foldKeys, t.known = h.app.starts[c.Name], c.FoldKeys, c.Alias
 	if h.MaxRun != nil {
 		t.maxRun = time.Duration(*h.MaxRun)
 	}
@@ -104,6 +105,7 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 	case need == config.NeedsTouch:
 		h.pool.broker.Touch(t.name)
 	}
+	j.translate(r)
 	var err error
 	if isPreflight(r) {
 		err = j.passPreflight(w, r, next)

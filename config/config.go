@@ -258,7 +258,7 @@ type Consumer struct {
 type Model struct {
 	// The name by which the server knows it, `llama3.2:3b` for example.
 	Name string `json:"name"`
-	// Other names by which requests may ask for it. Requests are passed on as they are, so the server must know them, too.
+	// Other names by which requests may ask for it. The server gets the model's own name instead.
 	Alias []string `json:"alias,omitempty"`
 	// How much GPU memory it takes. Default: the consumer's.
 	VRAM gpu.Bytes `json:"vram,omitempty"`
