@@ -16,8 +16,8 @@ import (
 
 // metrics are made once for the process and registered with each configuration's registry, so they survive reloads.
 var metrics = struct {
-	wait, run, load, unload, residency                                      *prometheus.HistogramVec
-	errors, passed, evictions, unloads, loads, loadFailures, unloadFailures *prometheus.CounterVec
+	wait, run, load, unload, residency                                                 *prometheus.HistogramVec
+	errors, passed, fallbacks, evictions, unloads, loads, loadFailures, unloadFailures *prometheus.CounterVec
 }{
 	wait:           histogram("wait_seconds", "How long requests waited for their turn and their model.", waits),
 	run:            histogram("run_seconds", "How long requests ran, until the last byte of their answer.", waits),
@@ -25,6 +25,7 @@ var metrics = struct {
 	unload:         histogram("unload_seconds", "How long unloads took, until the memory was back.", waits),
 	residency:      histogram("residency_seconds", "How long models stayed loaded, until their memory was back or they were gone.", stays),
 	errors:         counter("errors_total", "Requests that were refused or failed, by code.", "consumer", "code"),
+	fallbacks:      counter("fallbacks_total", "Requests that a fallback took, by the consumer that was asked for.", "consumer", "to"),
 	passed:         counter("passed_total", "Requests that no list of their consumer names, and that passed without a turn.", "consumer"),
 	evictions:      counter("evictions_total", "Successful unloads made for room. The only reason is evict.", "consumer", "reason"),
 	unloads:        counter("unloads_total", "Successful unloads, by reason: evict (made for room), idle or manual.", "consumer", "reason"),
@@ -52,7 +53,7 @@ func counter(name, help string, labels ...string) *prometheus.CounterVec {
 
 // registerMetrics adds all metrics to a configuration's registry; those that are there already are no fault.
 func registerMetrics(r *prometheus.Registry) error {
-	for _, c := range []prometheus.Collector{metrics.wait, metrics.run, metrics.load, metrics.unload, metrics.residency, metrics.errors, metrics.passed,
+	for _, c := range []prometheus.Collector{metrics.wait, metrics.run, metrics.load, metrics.unload, metrics.residency, metrics.errors, metrics.passed, metrics.fallbacks,
 		metrics.evictions, metrics.unloads, metrics.loads, metrics.loadFailures, metrics.unloadFailures, live{}} {
 		var twice prometheus.AlreadyRegisteredError
 		if err := r.Register(c); err != nil && !errors.As(err, &twice) {
@@ -197,6 +198,8 @@ type observer struct {
 func (observer) Count(d scheduler.Decision) {
 	consumer := broker.ConsumerOf(d.Slot) // models would be labels without a bound
 	switch d.Kind {
+	case "fallback":
+		metrics.fallbacks.WithLabelValues(consumer, d.Target).Inc()
 	case "load":
 		metrics.loads.WithLabelValues(consumer).Inc()
 	case "loaded":

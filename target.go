@@ -71,6 +71,9 @@ func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
 	}
 	if len(ladder) > 0 {
 		t.candidates = append([]string{c.Name}, ladder...)
+		for _, to := range ladder {
+			metrics.fallbacks.WithLabelValues(c.Name, to) // the series is there from the start
+		}
 	}
 	return t, nil
 }
@@ -186,7 +189,7 @@ func (j *job) servedBy(consumer string) {
 		return
 	}
 	if t := j.handler.targets[consumer]; t != nil {
-		j.target = t
+		j.target, j.model = t, "" // a fallback has no models
 		j.repl.Set("http.gpu_broker.consumer", t.name)
 		j.repl.Set("http.gpu_broker.upstream", t.upstream)
 	}

@@ -83,6 +83,10 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 	if sl == nil || b.closed {
 		return Lease{}, nil, b.turnAway(now, r.Consumer, b.nowhere(&r))
 	}
+	if len(r.Candidates) > 1 && c.name != r.Candidates[0] {
+		b.record(scheduler.Decision{At: now, Kind: "fallback", Slot: r.Candidates[0], Target: c.name, GPU: -1,
+			Reason: fmt.Sprintf("a request for %s goes to its fallback %s, which is warm: %[1]s is not, and can't be loaded without an unload", r.Candidates[0], c.name)})
+	}
 	if r.Budget == 0 {
 		r.Budget = time.Duration(c.cfg.Budget)
 	}

@@ -73,4 +73,11 @@ func TestN3_ACloudFallbackIsAskedByItsOwnName(t *testing.T) {
 		s.askJSON("/x", sent).servedBy(t, "hosted")
 		require.Equal(t, want, string(cloud.next(t).body))
 	}
+	taken := s.decisions("fallback")
+	require.Len(t, taken, 2, "one asked for it by its own name")
+	for _, d := range taken {
+		require.Equal(t, "llama hosted", d.Consumer+" "+d.Target)
+		require.Contains(t, d.Reason, "hosted, which is warm")
+	}
+	require.Contains(t, string(s.adminDo("GET", "/metrics", "", "").body), `caddy_gpu_broker_fallbacks_total{consumer="llama",to="hosted"} 2`)
 }
