@@ -148,8 +148,12 @@ func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 		out.Outcome, out.Reason = "loads", fmt.Sprintf("it would be loaded at once: it needs %s, and %s is available", out.Need, out.Avail)
 		return
 	}
-	if s.mayHoldItself(t) && s.fitsWithoutOutsiders(t) {
-		out.Reason = fmt.Sprintf("it needs %s, %s is available, and its own server may hold the rest: its unload route would be called first", out.Need, out.Avail)
+	if own := s.mayHoldItself(t); (own || t.ebbing(now)) && s.lacksOnlyOutsiders(t) {
+		then := "it has just been asked to give that back"
+		if own {
+			then = "its unload route would be called first"
+		}
+		out.Reason = fmt.Sprintf("it needs %s, %s is available, and its own server may hold the rest: %s", out.Need, out.Avail, then)
 		return
 	}
 	if plan := s.choose(t, s.permitsNow(now, t)); plan != nil {

@@ -79,7 +79,7 @@ func (s *State) unflushed(now time.Time, t *slot) *slot {
 // freesItself flushes a target that would fit if what nobody accounts for is its own, and gives
 // that memory time to come back. No other slot is evicted for it before.
 func (s *State) freesItself(now time.Time, t *slot) bool {
-	if !s.fitsWithoutOutsiders(t) {
+	if !s.lacksOnlyOutsiders(t) {
 		return false
 	}
 	switch {
@@ -97,18 +97,23 @@ func (s *State) freesItself(now time.Time, t *slot) bool {
 	return true
 }
 
-// fitsWithoutOutsiders reports whether the target would fit if no outsider held anything.
-func (s *State) fitsWithoutOutsiders(t *slot) bool {
-	fits := true
+// lacksOnlyOutsiders reports whether the memory is short for the target, and would not be if no outsider held anything.
+func (s *State) lacksOnlyOutsiders(t *slot) bool {
+	short, fits := false, true
 	known := s.cards(t, func(c *card, h *holding) {
 		sh := s.sheet(c, t)
+		need := s.need(t, h, c)
+		short = short || need > sh.available()
 		out := sh.account().Outsiders
 		sh.card.Free += out
-		fits = fits && out > 0 && s.need(t, h, c) <= sh.available()
+		fits = fits && out > 0 && need <= sh.available()
 		s.reuse(sh)
 	})
-	return known && fits
+	return known && short && fits
 }
+
+// ebbing reports whether memory of a flushed target may still come back.
+func (sl *slot) ebbing(now time.Time) bool { return now.Before(sl.flushedAt.Add(flushWait)) }
 
 // flush calls the unload route of an IDLE slot that may be loaded without our knowledge (accounting §3). If its
 // server can tell that it works, that work may finish. target is who needs the memory; nil: it was asked for by hand.

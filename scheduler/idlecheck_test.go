@@ -124,11 +124,9 @@ func (c *idleCheck) remembered(k *checker, sl *slot) {
 	if slices.ContainsFunc(sl.on, func(h *holding) bool { return w.s.transition(h.card) != nil || w.s.warmer(h.card) != nil }) {
 		return // whose end is soon enough
 	}
-	end := k.rules.idleEnd(sl, sl.idleAt)
+	end := later(k.rules.idleEnd(sl, sl.idleAt), sl.retryAt) // a failed unload is not tried again before
 	if !end.After(w.now) {
-		if end = sl.retryAt; !end.After(w.now) {
-			return
-		}
+		return
 	}
 	if k.wakes.IsZero() || k.wakes.After(end) {
 		w.fail("%s is to be unloaded at %s, and the next wake is at %s", sl.cfg.Name, end, k.wakes)

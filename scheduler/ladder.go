@@ -50,7 +50,7 @@ func (s *State) loadable(now time.Time, sl *slot) bool {
 	case Loading:
 		return true
 	case Idle, Unknown:
-		return s.sampled && !sl.want.extra && (s.fits(sl) || s.mayHoldItself(sl) && s.fitsWithoutOutsiders(sl))
+		return s.sampled && !sl.want.extra && (s.fits(sl) || s.mayHoldItself(sl) && s.lacksOnlyOutsiders(sl))
 	default:
 		return false
 	}
