@@ -72,10 +72,10 @@ func (Admin) serve(w http.ResponseWriter, r *http.Request) error {
 		case rest == "decisions" && follows(r):
 			return follow(w, r, p.broker)
 		}
-		return writeJSON(w, doc(p))
+		return writeJSON(w, http.StatusOK, doc(p))
 	}
 	if rest == "" && r.Method == http.MethodGet {
-		return writeJSON(w, map[string]string{"status": "ok", "routes": adminRoutes})
+		return writeJSON(w, http.StatusOK, map[string]string{"status": "ok", "routes": adminRoutes})
 	}
 	if methods := pages[rest]; methods != nil {
 		if serve := methods[r.Method]; serve != nil {
@@ -139,7 +139,7 @@ func perform(w http.ResponseWriter, r *http.Request, b *broker.Broker, name stri
 		if name != "" {
 			doc["consumer"] = name
 		}
-		return writeJSON(w, doc)
+		return writeJSON(w, http.StatusOK, doc)
 	}
 	var refused *broker.Refused
 	status := http.StatusInternalServerError

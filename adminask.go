@@ -56,7 +56,7 @@ func explain(w http.ResponseWriter, r *http.Request, b *broker.Broker) error {
 	if err != nil {
 		return err
 	}
-	return writeJSON(w, doc)
+	return writeJSON(w, http.StatusOK, doc)
 }
 
 // lend lends a GPU to somebody who does not ask the broker.
@@ -86,12 +86,12 @@ func lend(w http.ResponseWriter, r *http.Request, b *broker.Broker) error {
 	if err != nil {
 		return err
 	}
-	return writeJSON(w, doc)
+	return writeJSON(w, http.StatusOK, doc)
 }
 
 // getConfig tells the run-time configuration.
 func getConfig(w http.ResponseWriter, _ *http.Request, b *broker.Broker) error {
-	return writeJSON(w, b.Flags())
+	return writeJSON(w, http.StatusOK, b.Flags())
 }
 
 // putConfig sets it. It takes exactly what there is to set.
@@ -104,7 +104,7 @@ func putConfig(w http.ResponseWriter, r *http.Request, b *broker.Broker) error {
 	if err != nil {
 		return err
 	}
-	return writeJSON(w, doc)
+	return writeJSON(w, http.StatusOK, doc)
 }
 
 // readConfig is strict, by the letter: Go's own decoder would take a field in any case, and null for false.

@@ -86,19 +86,19 @@ func TestN1_RequestsThatPassTheBrokerUnseenAreFound(t *testing.T) {
 	around := func(consumer, address string) string {
 		return "warning " + consumer + ": a reverse_proxy of this site leads to " + address + " with no gpu_broker before it"
 	}
-	path := func(consumer, what string) string {
+	path := func(consumer string) string {
 		return "error " + consumer + ": gpu_broker (Caddyfile:"
 	}
 	for name, tc := range map[string]struct{ site, want, fix string }{
 		// Another path than the server.
-		"stripped inside route":               {"route /comfy/* {\n gpu_broker comfyui\n uri strip_prefix /comfy\n " + up + "\n}", path("comfyui", ""), "write uri strip_prefix /comfy before gpu_broker"},
-		"rewritten inside route":              {"route {\n gpu_broker ollama\n rewrite /llm /api/chat\n " + up + "\n}", path("ollama", ""), "write rewrite /api/chat before gpu_broker"},
-		"stripped in a handle_path behind it": {"route {\n gpu_broker comfyui\n handle_path /comfy/* {\n " + up + "\n}\n}", path("comfyui", ""), "uri strip_prefix /comfy"},
-		"another method":                      {"route {\n gpu_broker comfyui\n method POST\n " + up + "\n}", path("comfyui", ""), "method POST"},
-		"replaced":                            {"route {\n gpu_broker comfyui\n uri replace /comfy /\n " + up + "\n}", path("comfyui", ""), "uri replace"},
-		"rewritten by reverse_proxy itself":   {"handle {\n gpu_broker comfyui\n reverse_proxy {http.gpu_broker.upstream} {\n rewrite /prompt\n}\n}", path("comfyui", ""), "line of its own before gpu_broker"},
-		"only some of them":                   {"route {\n gpu_broker comfyui\n @c path /comfy/*\n uri @c strip_prefix /comfy\n " + up + "\n}", path("comfyui", ""), ""},
-		"to a straight address":               {"route {\n gpu_broker comfyui\n uri strip_prefix /comfy\n reverse_proxy localhost:8188\n}", path("comfyui", ""), ""},
+		"stripped inside route":               {"route /comfy/* {\n gpu_broker comfyui\n uri strip_prefix /comfy\n " + up + "\n}", path("comfyui"), "write uri strip_prefix /comfy before gpu_broker"},
+		"rewritten inside route":              {"route {\n gpu_broker ollama\n rewrite /llm /api/chat\n " + up + "\n}", path("ollama"), "write rewrite /api/chat before gpu_broker"},
+		"stripped in a handle_path behind it": {"route {\n gpu_broker comfyui\n handle_path /comfy/* {\n " + up + "\n}\n}", path("comfyui"), "uri strip_prefix /comfy"},
+		"another method":                      {"route {\n gpu_broker comfyui\n method POST\n " + up + "\n}", path("comfyui"), "method POST"},
+		"replaced":                            {"route {\n gpu_broker comfyui\n uri replace /comfy /\n " + up + "\n}", path("comfyui"), "uri replace"},
+		"rewritten by reverse_proxy itself":   {"handle {\n gpu_broker comfyui\n reverse_proxy {http.gpu_broker.upstream} {\n rewrite /prompt\n}\n}", path("comfyui"), "line of its own before gpu_broker"},
+		"only some of them":                   {"route {\n gpu_broker comfyui\n @c path /comfy/*\n uri @c strip_prefix /comfy\n " + up + "\n}", path("comfyui"), ""},
+		"to a straight address":               {"route {\n gpu_broker comfyui\n uri strip_prefix /comfy\n reverse_proxy localhost:8188\n}", path("comfyui"), ""},
 		// No gpu_broker before it.
 		"none":                             {"handle {\n " + up + "\n}", unseen, "write gpu_broker CONSUMER before it"},
 		"in another handle":                {"handle /a/* {\n gpu_broker ollama\n " + up + "\n}\nhandle {\n " + up + "\n}", unseen, ""},

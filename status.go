@@ -73,7 +73,7 @@ func (h *StatusHandler) ServeHTTP(w http.ResponseWriter, r *http.Request, next c
 	if last == "decisions" && r.Method == http.MethodGet && follows(r) {
 		return follow(w, r, h.pool.broker)
 	}
-	return writeJSON(w, doc(h.pool))
+	return writeJSON(w, http.StatusOK, doc(h.pool))
 }
 
 // documents are what there is to see, by the last element of the path.
@@ -102,15 +102,13 @@ func (h *StatusHandler) notFound(w http.ResponseWriter, r *http.Request) error {
 	if srv, ok := r.Context().Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server); ok && srv != nil && srv.Errors != nil && len(srv.Errors.Routes) > 0 {
 		return caddyhttp.Error(f.status, f)
 	}
-	w.Header().Set("Content-Type", "application/json")
-	w.Header().Set("Cache-Control", "no-store")
-	w.WriteHeader(f.status)
-	return json.NewEncoder(w).Encode(errorDocument{errorBody{Message: f.message, Type: "gpu_broker_error", Code: f.code}})
+	return writeJSON(w, f.status, errorDocument{errorBody{Message: f.message, Type: "gpu_broker_error", Code: f.code}})
 }
 
-func writeJSON(w http.ResponseWriter, doc any) error {
+func writeJSON(w http.ResponseWriter, status int, doc any) error {
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Cache-Control", "no-store")
+	w.WriteHeader(status)
 	return json.NewEncoder(w).Encode(doc)
 }
 

@@ -286,9 +286,9 @@ func (c *check) spelling(raw json.RawMessage, at string, placeholders []string) 
 	for _, name := range placeholders {
 		known = append(known, "{"+name+"}")
 	}
-	var any any
-	_ = json.Unmarshal(raw, &any) // what can't be read holds none
-	each(any, at, func(text, at string) {
+	var value any
+	_ = json.Unmarshal(raw, &value) // what can't be read holds none
+	each(value, at, func(text, at string) {
 		if m := bare.FindStringSubmatch(text); m != nil && strings.HasSuffix(at, ".dial") {
 			c.add(Finding{Severity: Error, Where: at, words: []string{".*", m[1]}, What: "the upstream " + text + " is the name of a placeholder without its braces", Mend: "write {" + nearestOr(m[1], placeholders) + "}"})
 			return

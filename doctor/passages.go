@@ -366,8 +366,8 @@ func within(list, wider json.RawMessage) bool {
 	}
 	for _, n := range narrow {
 		if !slices.ContainsFunc(wide, func(w string) bool {
-			prefix, any := strings.CutSuffix(strings.ToLower(w), "*")
-			return strings.EqualFold(n, w) || any && !strings.Contains(prefix, "*") && strings.HasPrefix(strings.ToLower(n), prefix)
+			prefix, open := strings.CutSuffix(strings.ToLower(w), "*")
+			return strings.EqualFold(n, w) || open && !strings.Contains(prefix, "*") && strings.HasPrefix(strings.ToLower(n), prefix)
 		}) {
 			return false
 		}

@@ -123,7 +123,9 @@ func TestH5_EightClientsThatTakeAllTheyCanLeaveSomeToTheNinth(t *testing.T) {
 	b := NewBuffers(t.TempDir())
 	const all = 2 << 30
 	for i := range 8 {
-		for b.book(string(rune('a'+i)), 32<<10, all) == nil {
+		var err error
+		for err == nil {
+			err = b.book(string(rune('a'+i)), 32<<10, all)
 		}
 	}
 	require.NoError(t, b.book("ninth", 4<<20, all))

@@ -80,7 +80,7 @@ func randomly(root, dir string, seed uint64, n int, where string) error {
 	}
 	began := time.Now()
 	done := tryRandom(root, dir, queues, n)
-	return report(done, n, seed, time.Since(began))
+	return report(done, seed, time.Since(began))
 }
 
 // candidates are all changes of a room but those that were found to change nothing, in the order of the seed.
@@ -91,7 +91,7 @@ func candidates(root string, r room, seed uint64) ([]tried, error) {
 	}
 	files := r.files
 	if files == nil {
-		files = append(pkg.GoFiles, pkg.CgoFiles...)
+		files = slices.Concat(pkg.GoFiles, pkg.CgoFiles)
 	}
 	var out []tried
 	rank := map[string]uint64{}
@@ -236,7 +236,7 @@ func endToEnd(root, dir, overlay string, files []string) (by string, err error) 
 var testName = regexp.MustCompile(`(?m)^func (Test\w+)\(t \*testing\.T\)`)
 
 // report prints the survivors, and how many of what compiled was caught, by room and in all.
-func report(done []tried, n int, seed uint64, took time.Duration) error {
+func report(done []tried, seed uint64, took time.Duration) error {
 	counts := map[string]map[outcome]int{}
 	var broken error
 	for _, t := range done {

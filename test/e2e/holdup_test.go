@@ -292,7 +292,7 @@ func TestE4_NoSingleRequestHoldsAnothersModelUp(t *testing.T) {
 		}
 	}
 	posts := func(path, body string) func(t *testing.T, s *site) {
-		return func(t *testing.T, s *site) { s.post(path, body) }
+		return func(_ *testing.T, s *site) { s.post(path, body) }
 	}
 	for _, c := range []struct {
 		name string
@@ -304,7 +304,7 @@ func TestE4_NoSingleRequestHoldsAnothersModelUp(t *testing.T) {
 		{"stalled chunk", raw("POST /hog/upload HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe")},
 		{"no trailer comes", raw("POST /hog/upload HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nTrailer: X-Sum\r\n\r\n5\r\nhello\r\n0\r\nX-S")},
 		{"Expect, and nothing comes", raw("POST /hog/upload HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 10\r\n\r\n")},
-		{"stalled download", func(t *testing.T, s *site) { s.unread(s.client, "/hog/audio/big?bytes=200000000") }},
+		{"stalled download", func(_ *testing.T, s *site) { s.unread(s.client, "/hog/audio/big?bytes=200000000") }},
 		{"idle WebSocket", func(t *testing.T, s *site) {
 			conn := s.socket("/tunnel/ws")
 			t.Cleanup(func() { _ = conn.CloseNow() })
