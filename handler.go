@@ -165,7 +165,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	j.handler, j.repl, j.target = h, repl, t
 	switch need {
 	case config.NeedsGPU:
-		return j.serve(w, r, next)
+		return j.work(w, r, next)
 	case config.NeedsTurn:
 		return j.serveTurn(w, r, next)
 	default:

@@ -75,6 +75,7 @@ var codes = []string{
 	"bad_request", "blocked", "body_too_large", "unsupported_encoding", codeLeft, "failed", "misrouted", "not_found", "server_died", "storage_full", codeUploadStalled,
 	string(scheduler.UnknownConsumer), string(scheduler.NeverFits), string(scheduler.Unhealthy), string(scheduler.NotRunning), string(scheduler.QueueFull),
 	string(scheduler.VRAMExhausted), string(scheduler.LoadFailed), string(scheduler.GPULost), string(scheduler.Draining), string(scheduler.BudgetExceeded),
+	"unload_failed",
 }
 
 // cutCodes are the values of requests that were cut, which are answers to nobody.

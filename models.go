@@ -128,7 +128,7 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 	}
 	switch {
 	case need == config.NeedsGPU:
-		return j.serve(w, r, next)
+		return j.work(w, r, next)
 	case need.Unlisted():
 		return j.serveTurn(w, r, next)
 	default:

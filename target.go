@@ -30,6 +30,7 @@ type target struct {
 	maxRun      time.Duration // 0: no bound
 	starts      bool          // the broker starts and stops its server
 	priority    int           // of requests that name none
+	unloads     []unloadRule  // requests that give memory back
 	candidates  []string      // the ladder, this one being the first; nil: there is no other
 	known       []string      // names that its server knows, beside the consumer's
 	foldKeys    bool          // its server takes fields of JSON in any case
@@ -55,6 +56,9 @@ func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
 	}
 	var err error
 	if t.Routes, err = config.NewRoutes(c, h.Bypass, h.Touch); err != nil {
+		return nil, fmt.Errorf("consumer %q: %w", c.Name, err)
+	}
+	if t.unloads, err = unloadRules(c, &h.app.Broker); err != nil {
 		return nil, fmt.Errorf("consumer %q: %w", c.Name, err)
 	}
 	t.starts, t.foldKeys, t.known = h.app.starts[c.Name], c.FoldKeys, c.Alias

@@ -7,6 +7,7 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
 const (
@@ -214,4 +215,47 @@ func (b *Broker) strange(consumer string, loaded []lifecycle.Model) bool {
 	c := b.withServer(consumer)
 	return c != nil && c.traits.Catalog && c.cfg.HasModels() &&
 		slices.ContainsFunc(loaded, func(m lifecycle.Model) bool { return m.Digest != "" && c.holds(m) == nil })
+}
+
+// ProbeSoon has the server of a consumer probed at once.
+func (b *Broker) ProbeSoon(consumer string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if c := b.consumers[consumer]; c != nil && !b.closed {
+		select {
+		case c.real().probeNow <- struct{}{}:
+		default: // it is about to be
+		}
+	}
+}
+
+// Held is what a model holds, before it is unloaded for a client.
+type Held struct {
+	Slot    string
+	Loaded  bool // or it may be, or is about to be
+	Pinned  bool
+	Refused error // the consumer is not served now
+}
+
+// Held returns what a model of a consumer holds, or a consumer without models. It makes no slot.
+func (b *Broker) Held(consumer, model string) Held {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.consumers[consumer]
+	if c == nil || b.closed {
+		return Held{Refused: b.turnAway(time.Now(), consumer, b.nowhere(&Request{Consumer: consumer}))}
+	}
+	c = c.real()
+	var sl *slot
+	switch {
+	case model != "":
+		sl = c.known(model)
+	case !c.cfg.HasModels() && len(c.slots) > 0:
+		sl = c.slots[0]
+	}
+	if sl == nil {
+		return Held{}
+	}
+	v, known := b.state.Slot(sl.name)
+	return Held{Slot: sl.name, Loaded: known && v.State != scheduler.Idle, Pinned: v.Pinned}
 }

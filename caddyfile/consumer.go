@@ -102,7 +102,9 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 		"start_on":     patterns(&c.StartOn),
 		"blocked":      patterns(&c.Blocked),
 		"model":        readModel(c),
-		"model_from":   modelFrom(&c.ModelFrom),
+
+		"unload_request": unloadRequest(&c.UnloadRequests),
+		"model_from":     modelFrom(&c.ModelFrom),
 		"shares": single(s, &c.Shares, "CONSUMER", func(name string) (string, error) {
 			return name, config.CheckName(name)
 		}),

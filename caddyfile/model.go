@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
+	"strings"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
@@ -149,4 +150,29 @@ func offOrDuration(s string) (caddy.Duration, error) {
 		return 0, nil
 	}
 	return someDuration(s)
+}
+
+// unloadRequest reads `unload_request METHOD /path { ... }`.
+func unloadRequest(field *[]config.UnloadRequest) word {
+	return func(d *caddyfile.Dispenser) error {
+		args := d.RemainingArgs()
+		if len(args) == 0 || len(args) > 2 {
+			return wants(d, "unload_request [METHOD] /path { ... }")
+		}
+		u := config.UnloadRequest{Route: strings.Join(args, " ")}
+		s := newSaid(nil)
+		err := readBlock(d, "unload_request", map[string]word{
+			"zero":   single(s, &u.Zero, "keep_alive", anyText),
+			"empty":  list(&u.Empty, "FIELD ..."),
+			"answer": single(s, &u.Answer, "`{\"done\":true}`", anyText),
+		})
+		if err == nil {
+			err = u.Check()
+		}
+		if err != nil {
+			return d.Errf("unload_request: %w", err)
+		}
+		*field = append(*field, u)
+		return nil
+	}
 }

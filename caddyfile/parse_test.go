@@ -91,7 +91,7 @@ func TestEveryFieldOfTheConfigHasItsWord(t *testing.T) {
 				continue
 			case "consumer": // stands after the directive
 				continue
-			case "consumers", "models":
+			case "consumers", "models", "unload_requests":
 				name = strings.TrimSuffix(name, "s")
 			}
 			if _, ok := tc.words[name]; !ok {

@@ -231,6 +231,9 @@ type Consumer struct {
 	// Requests that clients must not send, in the same form: they are refused with 403, such as those that make the
 	// server unload its model, or run code of the sender's.
 	Blocked []string `json:"blocked,omitempty"`
+	// Requests that give a model's memory back though their route computes, told by their body, such as ollama's with `keep_alive` 0 and no prompt. They
+	// load nothing and unload nothing else: a loaded model is unloaded once its running work has ended, a pinned one gets 403. Default: the preset's.
+	UnloadRequests []UnloadRequest `json:"unload_requests,omitempty"`
 
 	// As the broker's settings of the same name.
 	Budget caddy.Duration `json:"budget,omitempty"`

@@ -162,6 +162,11 @@ func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) (known
 	if c.UnlistedRequests != "" {
 		f.word(who, "unlisted_requests", c.UnlistedRequests, UnlistedWords)
 	}
+	for _, u := range c.UnloadRequests {
+		if err := u.Check(); err != nil {
+			f.add(who, "unload_requests: %w", err)
+		}
+	}
 
 	raw, protocol, err := withProtocol(c.LifecycleRaw)
 	switch {

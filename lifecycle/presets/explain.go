@@ -73,6 +73,13 @@ func (p *Preset) Explain() ([]Row, error) {
 	add("needs the GPU", quotedList(c.GPURoutes))
 	add("needs no GPU", quotedList(c.FreeRoutes))
 	add("counts as use", quotedList(c.Touch))
+	for _, u := range c.UnloadRequests {
+		text := "`" + u.Route + "` with `" + u.Zero + "` 0"
+		if len(u.Empty) > 0 {
+			text += " and no " + quoted(u.Empty)
+		}
+		add("gives memory back", text)
+	}
 	add("refused with 403", quotedList(c.Blocked))
 	if c.UnlistedRequests == config.UnlistedGPU {
 		add("all else", "GET, HEAD and OPTIONS are passed on at once; any other request, and a WebSocket, takes a turn")

@@ -45,6 +45,7 @@ var documented = map[string]reflect.Type{
 	"config.Restore":  reflect.TypeFor[config.Restore](),
 	"config.Model":    reflect.TypeFor[config.Model](),
 
+	"config.UnloadRequest":    reflect.TypeFor[config.UnloadRequest](),
 	"config.ModelFrom":        reflect.TypeFor[config.ModelFrom](),
 	"caddyfile.Route":         reflect.TypeFor[gpucaddyfile.Route](),
 	"caddyfile.PriorityRange": reflect.TypeFor[gpucaddyfile.PriorityRange](),

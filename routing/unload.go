@@ -1,0 +1,96 @@
+package routing
+
+import (
+	"bytes"
+	"encoding/json"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+)
+
+// MaxUnloadBody is the size of the largest body that can ask for an unload, in bytes.
+const MaxUnloadBody = 4 << 10
+
+// Unload is what a body says that may ask the server for an unload.
+type Unload struct {
+	Model string // as it is named there; empty: it is not
+	Only  bool   // it asks for nothing else
+}
+
+// Unloads reads a body as an unload request of the form u; ok is false if it does not ask for an unload. Keys count
+// in any case, since some servers take them so. A body that does not is told without being decoded, as a rule.
+func (y *Body) Unloads(u config.UnloadRequest) (_ Unload, ok bool) {
+	if y.file != nil || len(y.memory) > MaxUnloadBody || !mayBeZero(y.memory, u.Zero) {
+		return Unload{}, false
+	}
+	var fields map[string]json.RawMessage
+	if json.Unmarshal(y.memory, &fields) != nil {
+		return Unload{}, false
+	}
+	out := Unload{Only: true}
+	zeros := 0
+	for key, value := range fields {
+		switch {
+		case strings.EqualFold(key, u.Zero):
+			if !isZero(value) {
+				return Unload{}, false
+			}
+			zeros++
+		case slices.ContainsFunc(u.Empty, func(field string) bool { return strings.EqualFold(field, key) }):
+			out.Only = out.Only && isEmpty(value)
+		case strings.EqualFold(key, "model"):
+			_ = json.Unmarshal(value, &out.Model) // one that is no text names none
+		}
+	}
+	return out, zeros > 0
+}
+
+// mayBeZero reports whether a field of this name seems to be followed by something that begins as a zero does. It does not allocate.
+func mayBeZero(body []byte, field string) bool {
+	for {
+		at := indexFold(body, field)
+		if at < 0 {
+			return false
+		}
+		body = body[at+len(field):]
+		value := bytes.TrimLeft(body, "\": \t\r\n")
+		if len(value) > 0 && strings.IndexByte("0+-.", value[0]) >= 0 {
+			return true
+		}
+	}
+}
+
+// indexFold is the place of the first text in body that is field, in any case; -1: there is none.
+func indexFold(body []byte, field string) int {
+	for i := 0; i+len(field) <= len(body); i++ {
+		if body[i]|0x20 == field[0]|0x20 && bytes.EqualFold(body[i:i+len(field)], []byte(field)) {
+			return i
+		}
+	}
+	return -1
+}
+
+// isZero reports whether a value is the number 0 or a text that is a duration of 0. Less than a nanosecond is 0, as it is to Go's servers.
+func isZero(value json.RawMessage) bool {
+	var seconds float64
+	if string(value) != "null" && json.Unmarshal(value, &seconds) == nil {
+		return seconds > -1e-9 && seconds < 1e-9
+	}
+	var text string
+	if string(value) == "null" || json.Unmarshal(value, &text) != nil {
+		return false
+	}
+	d, err := time.ParseDuration(text)
+	return err == nil && d == 0
+}
+
+// isEmpty reports whether a value is null, an empty text, list or object.
+func isEmpty(value json.RawMessage) bool {
+	switch string(bytes.Join(bytes.Fields(value), nil)) {
+	case "null", `""`, "[]", "{}":
+		return true
+	}
+	return false
+}

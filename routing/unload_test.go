@@ -1,0 +1,76 @@
+package routing
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+)
+
+func TestK3_WhichBodiesAskForAnUnload(t *testing.T) {
+	generate := config.UnloadRequest{Zero: "keep_alive", Empty: []string{"prompt"}}
+	chat := config.UnloadRequest{Zero: "keep_alive", Empty: []string{"messages"}}
+	const unload, ends, none = "unload", "work that ends with an unload", "work"
+	for _, c := range []struct {
+		rule config.UnloadRequest
+		body string
+		want string
+	}{
+		{generate, `{"model":"m","keep_alive":0}`, unload},
+		{generate, `{"keep_alive" : 0.0, "model":"m","prompt":"","stream":false,"options":{}}`, unload},
+		{generate, `{"model":"m","keep_alive":"0"}`, unload},
+		{generate, `{"model":"m","keep_alive":"0s","prompt":null}`, unload},
+		{generate, `{"model":"m","keep_alive":"0h0m"}`, unload},
+		{generate, `{"model":"m","keep_alive":"-0s"}`, unload},
+		{generate, `{"model":"m","keep_alive":-0}`, unload},
+		{generate, `{"model":"m","Keep_Alive":0}`, unload},
+		{chat, `{"model":"m","messages":[],"keep_alive":0}`, unload},
+		{chat, `{"model":"m","messages":[ ],"keep_alive":0}`, unload},
+		{chat, `{"model":"m","messages":[{"role":"user","content":"a"}],"keep_alive":0}`, ends},
+		{generate, `{"model":"m","prompt":"a","keep_alive":0}`, ends},
+		{generate, `{"model":"m","Prompt":"a","keep_alive":0}`, ends},
+		{generate, `{"model":"m","keep_alive":-1}`, none},
+		{generate, `{"model":"m","keep_alive":"-1m"}`, none},
+		{generate, `{"model":"m","keep_alive":"5m"}`, none},
+		{generate, `{"model":"m","keep_alive":0.5}`, none},
+		{generate, `{"model":"m","keep_alive":"0.5s"}`, none},
+		{generate, `{"model":"m","keep_alive":"zero"}`, none},
+		{generate, `{"model":"m","keep_alive":null}`, none},
+		{generate, `{"model":"m","keep_alive":0,"Keep_Alive":"5m"}`, none},
+		{generate, `{"model":"m","options":{"keep_alive":0}}`, none},
+		{generate, `{"model":"m","prompt":"keep_alive: 0"}`, none},
+		{generate, `{"model":"m","keep_alive":0`, none},
+		{generate, `[{"keep_alive":0}]`, none},
+		{generate, ``, none},
+		{generate, `{"model":"m","system":"` + strings.Repeat("x", MaxUnloadBody) + `","keep_alive":0}`, none},
+	} {
+		got := none
+		y := &Body{memory: []byte(c.body)}
+		if said, ok := y.Unloads(c.rule); ok && said.Only {
+			got = unload
+			require.Equal(t, "m", said.Model)
+		} else if ok {
+			got = ends
+		}
+		require.Equal(t, c.want, got, c.body)
+	}
+}
+
+func TestABodyThatAsksForNoUnloadIsNotDecoded(t *testing.T) {
+	rule := config.UnloadRequest{Zero: "keep_alive", Empty: []string{"prompt"}}
+	y := &Body{memory: []byte(`{"model":"m","prompt":"keep it short","keep_alive":"5m","stream":false}`)}
+	require.Zero(t, testing.AllocsPerRun(100, func() { y.Unloads(rule) }))
+}
+
+func FuzzUnloads(f *testing.F) {
+	f.Add([]byte(`{"model":"m","keep_alive":0}`))
+	f.Add([]byte(`{"keep_alive":"0s","prompt":[]}`))
+	f.Fuzz(func(t *testing.T, body []byte) {
+		y := &Body{memory: body}
+		if said, ok := y.Unloads(config.UnloadRequest{Zero: "keep_alive", Empty: []string{"prompt"}}); !ok && said != (Unload{}) {
+			t.Error("it says something of a body that asks for nothing")
+		}
+	})
+}

@@ -1,0 +1,122 @@
+package gpubroker
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/routing"
+)
+
+// unloadRule is an UnloadRequest, ready for use.
+type unloadRule struct {
+	config.UnloadRequest
+	route config.RoutePatterns
+}
+
+// unloadRules prepares those of a consumer. Where the scheduler unloads nothing there are none.
+func unloadRules(c *config.Consumer, b *config.Broker) (rules []unloadRule, err error) {
+	if b.Scheduler != config.Evicting || c.Cloud {
+		return nil, nil
+	}
+	for _, u := range c.UnloadRequests {
+		route, err := config.ParseRoutePatterns([]string{u.Route})
+		if err != nil {
+			return nil, err
+		}
+		rules = append(rules, unloadRule{u, route})
+	}
+	return rules, nil
+}
+
+// work serves a request that needs the GPU, unless it only gives memory back: that is no work.
+func (j *job) work(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	for i := range j.target.unloads {
+		u := &j.target.unloads[i]
+		if !u.route.Match(r.Method, r.URL.Path) {
+			continue
+		}
+		said, ok, err := j.asksForUnload(r, u)
+		switch {
+		case err != nil:
+			return j.fail(w, r, err)
+		case !ok:
+			return j.serve(w, r, next)
+		case !said.Only: // the server unloads it once the work is done: that is looked for, not waited for
+			defer j.handler.pool.broker.ProbeSoon(j.target.name)
+			return j.serve(w, r, next)
+		}
+		return j.giveBack(w, r, next, u, said.Model)
+	}
+	return j.serve(w, r, next)
+}
+
+// asksForUnload reads the body, if it is small enough to ask for an unload.
+func (j *job) asksForUnload(r *http.Request, u *unloadRule) (_ routing.Unload, ok bool, err error) {
+	if j.body == nil {
+		if j.handler.StreamBody || !hasBody(r) || r.ContentLength < 0 || r.ContentLength > routing.MaxUnloadBody {
+			return routing.Unload{}, false, nil
+		}
+		if err := j.readAhead(r); err != nil {
+			return routing.Unload{}, false, err
+		}
+	}
+	said, ok := j.body.Unloads(u.UnloadRequest)
+	return said, ok, nil
+}
+
+// giveBack unloads the model that a request is for, once its running work has ended. Nothing is loaded or unloaded for it otherwise.
+func (j *job) giveBack(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler, u *unloadRule, asked string) error {
+	h, t := j.handler, j.target
+	if err := h.app.waitRuled(r.Context(), h.pool.broker, t.name); err != nil {
+		return j.fail(w, r, err)
+	}
+	held := h.pool.broker.Held(t.name, j.model)
+	switch {
+	case held.Refused != nil:
+		return j.fail(w, r, held.Refused)
+	case !held.Loaded:
+		return answerJSON(w, u.answer(asked))
+	case held.Pinned:
+		return j.fail(w, r, pinned(held.Slot))
+	case j.model == "": // which of the consumer's models, only its server knows
+		defer h.pool.broker.ProbeSoon(t.name)
+		return j.serve(w, r, next)
+	}
+	err := h.pool.broker.UnloadByHand(r.Context(), held.Slot, false)
+	switch {
+	case err == nil:
+		return answerJSON(w, u.answer(asked))
+	case errors.Is(err, broker.ErrPinned): // since
+		return j.fail(w, r, pinned(held.Slot))
+	case errors.Is(err, broker.ErrCannot):
+		return j.serve(w, r, next)
+	case r.Context().Err() != nil:
+		return j.fail(w, r, err)
+	default:
+		return j.fail(w, r, &failure{status: http.StatusServiceUnavailable, code: "unload_failed", message: err.Error(), retryAfter: 5 * time.Second})
+	}
+}
+
+func pinned(slot string) error {
+	return &failure{status: http.StatusForbidden, code: "blocked", message: fmt.Sprintf("%q is pinned, so clients can't unload it: its configuration, or somebody by the admin API, says that it stays", slot)}
+}
+
+// answer is what the server would answer to the request.
+func (u *unloadRule) answer(model string) []byte {
+	if u.Answer == "" {
+		return []byte("{}")
+	}
+	text := func(s string) string {
+		out, _ := json.Marshal(s) // a text can always be written
+		return string(out)
+	}
+	return []byte(strings.NewReplacer("{model}", text(model), "{time}", text(time.Now().UTC().Format(time.RFC3339Nano))).Replace(u.Answer))
+}
