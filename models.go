@@ -25,6 +25,8 @@ type byModel struct {
 	names   *routing.Names
 	lists   *routing.Lists
 	only    *config.Consumer     // whose models they are; nil: all consumers'
+	auto    []string             // consumers that serve what their servers list
+	listed  []routing.Listed     // what lists show of the configuration
 	none    *target              // of requests that name no model; nil: they are refused
 	bypass  config.RoutePatterns // of the route: they need no GPU, whoever would serve them
 }
@@ -45,8 +47,11 @@ func (h *Handler) newByModel(only *config.Consumer) (*byModel, error) {
 		all, shown := names(c, h.app.modelNames[c.Name])
 		named = append(named, all...)
 		listed = append(listed, shown...)
+		if c.AutoModels && c.IsEnabled() {
+			m.auto = append(m.auto, c.Name)
+		}
 	}
-	m.lists = routing.NewLists(listed)
+	m.lists, m.listed = routing.NewLists(listed), listed
 	var faults [4]error
 	m.sources, faults[0] = routing.NewSources(from)
 	m.names, faults[1] = routing.NewNames(named)
@@ -107,7 +112,7 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 		if h.byModel.only != nil { // its server knows better what it has, if it runs
 			return j.pass(w, r, next, config.NeedsNothing)
 		}
-		body, name := h.byModel.lists.Answer(r)
+		body, name := h.byModel.answerList(r, h)
 		if body != nil {
 			return answerJSON(w, body)
 		}
@@ -225,6 +230,11 @@ func (j *job) named(r *http.Request, name string) (*target, error) {
 	consumer := ""
 	if m.only != nil {
 		consumer = m.only.Name
+	}
+	if m.only == nil {
+		if t, err := j.automatic(r, name); t != nil || err != nil {
+			return t, err
+		}
 	}
 	if consumer, j.model = h.pool.broker.Holder(consumer, name); consumer != "" && h.targets[consumer] != nil {
 		return h.targets[consumer], nil

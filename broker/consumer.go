@@ -223,6 +223,9 @@ func (b *Broker) slotConfig(sl *slot) scheduler.SlotConfig {
 		if sl.size <= 0 {
 			m.VRAM = cfg.VRAM
 		}
+		if v, known := b.state.Slot(sl.name); cfg.AutoModels && known && v.Measured > 0 {
+			m.VRAM = v.Measured
+		}
 	}
 	return ModelConfig(out, cfg, m, c.traits)
 }
@@ -325,6 +328,9 @@ func (b *Broker) adopt(now time.Time, c *consumer, m lifecycle.Model, asked bool
 	b.slots[sl.name] = sl
 	c.slots = append(c.slots, sl)
 	b.configure(now)
+	if v, _ := b.state.Slot(sl.name); c.cfg.AutoModels && v.Measured > 0 { // what was learnt of it before has come back with it
+		b.configure(now)
+	}
 	if asked && now.Sub(c.listed) <= 2*c.interval { // asked for, and not among those that are loaded: what came since shows in the free memory
 		b.apply(now, scheduler.Probed{Slot: sl.name, Sent: now, Loaded: scheduler.No, Resident: -1})
 		return sl

@@ -80,6 +80,17 @@ func (b *Broker) forgetSlot(sl *slot) {
 			return
 		}
 	}
+	if b.slotless(c) {
+		if b.unloaded(c) {
+			b.renew(c)
+		}
+		return
+	}
+	b.forgetConsumer(c)
+}
+
+// forgetConsumer forgets a consumer that has no slot any more. It holds mu.
+func (b *Broker) forgetConsumer(c *consumer) {
 	if b.consumers[c.name] == c { // else another has its name
 		delete(b.consumers, c.name)
 		delete(b.unlisted, c.name)

@@ -115,6 +115,7 @@ func (b *Broker) Retire(ctx context.Context) {
 		cfg := SchedulerConfig(b.current.Load().Config)
 		now := time.Now()
 		b.apply(now, scheduler.Configure{Config: cfg})
+		b.forgetSlotless()
 	}
 	b.mu.Unlock()
 	if unused {
@@ -185,11 +186,14 @@ func (b *Broker) openOne(g *Generation, cc *config.Consumer, limits *lifecycle.L
 
 // checkTraits says what a consumer's driver would have to be able to do.
 func checkTraits(cfg *config.Broker, cc *config.Consumer, t lifecycle.Traits) error {
-	if len(cc.Models) > 0 && !t.UnloadModel {
+	if cc.AutoModels && !t.Catalog {
+		return errors.New("it has models auto, but its lifecycle has no catalog, which lists what the server has: add one, or name its models")
+	}
+	if cc.HasModels() && !t.UnloadModel {
 		return errors.New("it has models, but its unload route can't unload one by its name: write {model} where the name goes, or leave the models out and give the consumer their vram")
 	}
-	if judged := len(cc.Models) == 0 && t.FullGPU || len(cc.Models) > 0 && t.FullGPUModel; (t.FullGPU || t.FullGPUModel) && !judged {
-		if len(cc.Models) > 0 {
+	if judged := !cc.HasModels() && t.FullGPU || cc.HasModels() && t.FullGPUModel; (t.FullGPU || t.FullGPUModel) && !judged {
+		if cc.HasModels() {
 			return errors.New("it has require_full_gpu and models, but its load route can't load one by its name: write {model} where the name goes, or take require_full_gpu away")
 		}
 		return errors.New("it has require_full_gpu, but its load route can't load it as a whole: give it `model` lines, or take require_full_gpu away")
@@ -202,10 +206,30 @@ func checkTraits(cfg *config.Broker, cc *config.Consumer, t lifecycle.Traits) er
 
 // leaves says whether a consumer was removed, and may be gone at any moment. The caller holds mu.
 func (b *Broker) leaves(c *consumer) bool {
+	if b.slotless(c) {
+		return false
+	}
 	return !slices.ContainsFunc(c.slots, func(sl *slot) bool {
 		v, known := b.state.Slot(sl.name)
 		return known && !v.Gone
 	})
+}
+
+// slotless reports whether a consumer is in the configuration though it may have no slot, since its server says what models it has. The caller holds mu.
+func (b *Broker) slotless(c *consumer) bool {
+	g := b.current.Load()
+	return g != nil && len(b.gens) > 0 && b.consumers[c.name] == c && slices.ContainsFunc(g.Config.Consumers, func(cc *config.Consumer) bool {
+		return cc.Name == c.name && cc.AutoModels && cc.Shares == ""
+	})
+}
+
+// forgetSlotless forgets the consumers that are not in the configuration and have no slot whose end would do that. It holds mu.
+func (b *Broker) forgetSlotless() {
+	for _, c := range b.consumers {
+		if c.partner == nil && len(b.allSlots(c)) == 0 && b.leaves(c) {
+			b.forgetConsumer(c)
+		}
+	}
 }
 
 // rule puts a generation into force. It holds mu.
@@ -230,6 +254,7 @@ func (b *Broker) rule(g *Generation) {
 	}
 	b.share(g)
 	b.configure(time.Now())
+	b.forgetSlotless()
 	for _, c := range b.consumers {
 		if c.partner == nil {
 			b.startProbes(c)

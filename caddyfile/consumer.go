@@ -102,6 +102,13 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 		"start_on":     patterns(&c.StartOn),
 		"blocked":      patterns(&c.Blocked),
 		"model":        readModel(c),
+		"models": func(d *caddyfile.Dispenser) error {
+			if args := d.RemainingArgs(); len(args) != 1 || args[0] != "auto" {
+				return wants(d, "models auto")
+			}
+			c.AutoModels = true
+			return nil
+		},
 
 		"unload_request": unloadRequest(&c.UnloadRequests),
 		"model_from":     modelFrom(&c.ModelFrom),

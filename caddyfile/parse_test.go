@@ -91,6 +91,8 @@ func TestEveryFieldOfTheConfigHasItsWord(t *testing.T) {
 				continue
 			case "consumer": // stands after the directive
 				continue
+			case "auto_models":
+				name = "models"
 			case "consumers", "models", "unload_requests":
 				name = strings.TrimSuffix(name, "s")
 			}

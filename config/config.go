@@ -154,6 +154,9 @@ type Consumer struct {
 	// llama.cpp's router, LM Studio …). The request says which it wants, see model_from. Models that the server holds
 	// and that are not named here are taken in with the size that it states. Default: none; then the server is loaded and unloaded as a whole.
 	Models []*Model `json:"models,omitempty"`
+	// Whether what the server lists is served without being named: a model gets its place at its first request, or when it is seen loaded. It is taken to
+	// need what was measured, else what the server states, else the consumer's vram. Needs a lifecycle with a catalog, which presets of such servers have.
+	AutoModels bool `json:"auto_models,omitempty"`
 	// Where its requests name the model: `body`, `query NAME`, `header NAME`, `path`, as the route's setting of the same name. Default: `body`.
 	ModelFrom []ModelFrom `json:"model_from,omitempty"`
 	// The server takes the fields of a JSON body in any case, as encoding/json does for servers that are written in Go: `MODEL`

@@ -14,7 +14,7 @@ import (
 const MaxModelName = 256
 
 // HasModels says whether the consumer's models are loaded and unloaded each by itself.
-func (c *Consumer) HasModels() bool { return len(c.Models) > 0 }
+func (c *Consumer) HasModels() bool { return len(c.Models) > 0 || c.AutoModels }
 
 // SharedVRAM is how much the process of c takes when loaded: for itself and for all that share it.
 func (b *Broker) SharedVRAM(c *Consumer) gpu.Bytes {
@@ -56,6 +56,9 @@ func (m *Model) title(consumer string) string {
 func (f *faults) checkModels(who string, c *Consumer, b *Broker) {
 	if c.HasModels() && c.Cloud {
 		f.add(who, "models have no meaning for a cloud consumer: leave them out, and give it their names as alias")
+	}
+	if c.AutoModels && c.VRAM == 0 && b.Scheduler == Evicting && !c.Cloud {
+		f.add(who, "models auto needs vram: say how much GPU memory a model takes that was not measured yet, as in vram 6GiB")
 	}
 	seen := map[string]bool{}
 	for i, m := range c.Models {

@@ -1,0 +1,60 @@
+package broker
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+)
+
+// A consumer whose server says what models it has may have no slot: it stays while it is configured, and goes when it is not.
+func TestAConsumerWithoutSlotsStaysWhileItIsConfigured(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+		defer w.Close()
+		c := server("m", 2*gpu.GiB)
+		c.AutoModels = true
+		w.gen = w.generation(t, nil, c, server("a", gpu.GiB))
+		traits := everything
+		traits.LoadModel, traits.UnloadModel, traits.Models, traits.Catalog = true, true, true, true
+		w.servers["m"].traits = traits
+		m := &modelServer{fakeServer: w.servers["m"]}
+		w.gen.Lifecycles["m"] = m
+		require.NoError(t, w.Push(w.gen))
+		pass(time.Second)
+		require.True(t, w.Knows("m"))
+		require.Empty(t, w.SlotNames("m"))
+
+		m.tells(lifecycle.Model{Name: "x", Resident: gpu.GiB})
+		pass(10 * time.Second)
+		require.Equal(t, []string{"m/x"}, w.SlotNames("m"), "seen loaded")
+		m.tells()
+		pass(20 * time.Second)
+		require.Empty(t, w.SlotNames("m"), "gone, and forgotten")
+		require.True(t, w.Knows("m"))
+		m.tells(lifecycle.Model{Name: "y", Resident: gpu.GiB})
+		pass(10 * time.Second)
+		require.Equal(t, []string{"m/y"}, w.SlotNames("m"), "it is still probed")
+		m.tells()
+		pass(20 * time.Second)
+
+		w.reload(t, w.generation(t, nil, server("a", gpu.GiB)))
+		pass(time.Second)
+		require.False(t, w.Knows("m"), "it is not in the configuration any more")
+		require.True(t, w.Knows("a"))
+	})
+}
+
+func TestModelsAutoNeedsACatalog(t *testing.T) {
+	traits := everything
+	traits.UnloadModel, traits.LoadModel = true, true
+	cc := &config.Consumer{Name: "m", AutoModels: true, VRAM: gpu.GiB}
+	require.ErrorContains(t, checkTraits(&config.Broker{}, cc, traits), "has no catalog")
+	traits.Catalog = true
+	require.NoError(t, checkTraits(&config.Broker{}, cc, traits))
+}

@@ -1,0 +1,49 @@
+package gpubroker
+
+import (
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+	"github.com/gpu-broker/caddy-gpu-broker/routing"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// automatic finds a model among those that servers with `models auto` list. Without a target and an error there is none.
+func (j *job) automatic(r *http.Request, name string) (*target, error) {
+	h, m := j.handler, j.handler.byModel
+	silent := ""
+	for _, consumer := range m.auto {
+		switch offer := h.pool.broker.Offer(r.Context(), consumer, name); offer.Known {
+		case lifecycle.Yes:
+			j.model = offer.As
+			return h.targets[consumer], nil
+		case lifecycle.Unknown:
+			silent = consumer
+		}
+	}
+	if silent == "" {
+		return nil, nil
+	}
+	return nil, &failure{status: http.StatusServiceUnavailable, code: string(scheduler.Unhealthy), retryAfter: 5 * time.Second,
+		message: "consumer \"" + silent + "\" may have this model, but its server does not list its models now"}
+}
+
+// answerList is the answer to a request for a list of models, or for one of a list; nil: there is no model of that name.
+func (m *byModel) answerList(r *http.Request, h *Handler) (body []byte, name string) {
+	if len(m.auto) == 0 {
+		return m.lists.Answer(r)
+	}
+	all := slices.Clone(m.listed)
+	for _, consumer := range m.auto {
+		size := int64(h.app.consumer(consumer).VRAM)
+		for _, model := range h.pool.broker.Catalog(r.Context(), consumer) {
+			if _, named := m.names.Lookup(model.Name); !named && !slices.ContainsFunc(all, func(l routing.Listed) bool { return l.Name == model.Name }) {
+				all = append(all, routing.Listed{Name: strings.Clone(model.Name), Size: size, Since: began})
+			}
+		}
+	}
+	return routing.NewLists(all).Answer(r)
+}

@@ -1,0 +1,73 @@
+package e2e
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+)
+
+func TestModelsAutoServesWhatTheServerListsWithoutItsBeingNamed(t *testing.T) {
+	t.Parallel()
+	for _, manner := range []modelserver.Manner{modelserver.Ollama, modelserver.LlamaCppRouter} {
+		t.Run(string(manner), func(t *testing.T) {
+			t.Parallel()
+			s := start(t, layout{Consumers: []consumer{
+				shelf("llm", manner, "vram 6GiB\nmodels auto", map[string]float64{"small:latest": 3, "org/big:7b": 5}),
+				{Options: modelserver.Options{Name: "tts", VRAM: gib(9)}},
+			}, Routes: "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}"})
+			require.Equal(t, 200, s.post("/tts/", "x").status)
+			require.Empty(t, s.status().Consumers["llm"].Slots, "no slot before it is asked for")
+			for _, list := range []string{"/all/v1/models", "/all/api/tags"} {
+				body := string(s.get(list).body)
+				for _, name := range []string{`"small:latest"`, `"org/big:7b"`, `"tts"`} {
+					require.Contains(t, body, name, list)
+				}
+				require.NotContains(t, body, `"llm"`, list)
+			}
+			require.Equal(t, 200, s.get("/all/v1/models/org%2Fbig:7b").status)
+
+			s.askJSON("/all/v1/chat/completions", `{"model":"nope","messages":[{"role":"user","content":"a"}]}`).refused(t, 404, "unknown_model")
+			s.chat("llm", "nope").refused(t, 404, "unknown_model")
+			require.Zero(t, s.status().Scheduler.Evictions, "a name that is not listed evicts nothing")
+
+			for i, path := range []string{"all", "llm"} {
+				require.Equal(t, 200, s.chat(path, []string{"small:latest", "org/big:7b"}[i]).status)
+			}
+			if manner == modelserver.Ollama {
+				require.Equal(t, 200, s.chat("all", "Library/Small").status)
+			}
+			require.Len(t, s.status().Consumers["llm"].Slots, 2)
+		})
+	}
+}
+
+func TestModelsAutoSizesAModelByWhatWasSeen(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{shelf("ollama", modelserver.Ollama, "vram 9GiB\nmodels auto", map[string]float64{"a": 3, "b": 4})}})
+	for name, size := range map[string]float64{"a": 3, "b": 4} {
+		require.Equal(t, 200, s.chat("ollama", name).status)
+		s.until("it is sized by what its server says", func() bool { return s.slot("ollama", name).Claim == int64(gib(size)) })
+	}
+	require.Equal(t, 200, s.adminDo("POST", "/gpu_broker/consumers/ollama/unload", "", "").status)
+	s.until("they are forgotten", func() bool { return len(s.status().Consumers["ollama"].Slots) == 0 })
+	evictions := s.status().Scheduler.Evictions
+	for _, name := range []string{"a", "b"} { // 9 GiB each would not fit together
+		require.Equal(t, 200, s.chat("ollama", name).status)
+	}
+	require.Equal(t, evictions, s.status().Scheduler.Evictions)
+	require.Equal(t, "READY", s.slot("ollama", "a").State)
+}
+
+func TestModelsAutoNeedsACatalogAndASize(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{shelf("ollama", modelserver.Ollama, "vram 9GiB\nmodels auto", map[string]float64{"a": 3})}})
+	for from, want := range map[string]string{"models auto": "models auto\ncatalog off", "vram 9GiB": ""} {
+		a := s.reload(func(c string) string { return strings.Replace(c, from, want, 1) })
+		require.NotEqual(t, 200, a.status, fmt.Sprintf("%s became %s", from, want))
+		require.Contains(t, string(a.body), "models auto")
+	}
+}
