@@ -22,6 +22,9 @@ type Unload struct {
 // Unloads reads a body as an unload request of the form u; ok is false if it does not ask for an unload. Keys count
 // in any case, since some servers take them so. A body that does not is told without being decoded, as a rule.
 func (y *Body) Unloads(u config.UnloadRequest) (_ Unload, ok bool) {
+	if y.decoded != nil {
+		y = y.decoded
+	}
 	if y.file != nil || len(y.memory) > MaxUnloadBody || !mayBeZero(y.memory, u.Zero) {
 		return Unload{}, false
 	}
