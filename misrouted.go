@@ -4,23 +4,23 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"strings"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
-
-	"github.com/gpu-broker/caddy-gpu-broker/config"
 )
 
-// misrouted is the error for a request whose reverse_proxy could not reach
-// an address that is not the consumer's, such as that of a misspelt placeholder, which is none. It is no evidence about the
-// consumer's server. nil: the address was the consumer's, or is not known.
+// misrouted returns the error for a request whose reverse_proxy went to an address without a host, which is what a misspelt
+// placeholder leaves. It is no evidence about the consumer's server. It returns nil for every other address: a site may
+// name upstreams of its own.
 func misrouted(repl *caddy.Replacer, consumer, upstream string) *failure {
 	dialled, ok := repl.GetString("http.reverse_proxy.upstream.hostport")
-	if !ok || upstream == "" || config.ServerAddress(dialled) == config.ServerAddress(upstream) {
+	host, _, _ := strings.Cut(dialled, ":")
+	if !ok || host != "" || dialled == upstream {
 		return nil
 	}
 	return &failure{status: http.StatusInternalServerError, code: "misrouted", message: fmt.Sprintf(
-		"this site's configuration is wrong: the reverse_proxy after gpu_broker went to %q and not to %s, where consumer %q is. Its upstream must be {http.gpu_broker.upstream}, spelt so; caddy gpu-broker doctor finds the line",
+		"this site's configuration is wrong: the reverse_proxy after gpu_broker went to %q, which names no host, and not to %s, where consumer %q is. Its upstream must be {http.gpu_broker.upstream}, spelt so; caddy gpu-broker doctor finds the line",
 		dialled, upstream, consumer)}
 }
 

@@ -36,13 +36,18 @@ func (s *State) Learnt() map[string]Learnt {
 }
 
 func (sl *slot) learnt() (l Learnt, known bool) {
-	l = Learnt{LoadCost: sl.loadCost.value, UnloadCost: sl.stopCost.value, LastUse: sl.lastUse, LastPriority: sl.lastPrio, Footprints: slices.Clone(sl.took.latest)}
-	if peak := sl.peak(); sl.state == Ready && peak > 0 { // what it takes now is worth no less than what its loads took before
-		now := footprint{latest: l.Footprints}
-		now.add(peak)
-		l.Footprints = now.latest
-	}
+	l = Learnt{LoadCost: sl.loadCost.value, UnloadCost: sl.stopCost.value, LastUse: sl.lastUse, LastPriority: sl.lastPrio}
+	l.Footprints = sl.footprints().latest
 	return l, !sl.cfg.TurnOnly && (l.LoadCost > 0 || l.UnloadCost > 0 || !l.LastUse.IsZero() || len(l.Footprints) > 0)
+}
+
+// footprints returns what the slot's loads took, the present one included if it takes more than they did.
+func (sl *slot) footprints() footprint {
+	f := footprint{latest: slices.Clone(sl.took.latest)}
+	if peak := sl.peak(); sl.state == Ready && peak > f.measured() {
+		f.add(peak)
+	}
+	return f
 }
 
 // recallAll takes in what was known before. It copies one by one: a clone would
@@ -115,7 +120,7 @@ func (f *footprint) add(taken gpu.Bytes) {
 }
 
 // measured is the 95th percentile of what loads took; 0: nothing was seen.
-func (f *footprint) measured() gpu.Bytes {
+func (f footprint) measured() gpu.Bytes {
 	if len(f.latest) == 0 {
 		return 0
 	}

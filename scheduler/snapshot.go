@@ -125,7 +125,7 @@ func (s *State) view(sl *slot) SlotView {
 		Health: [...]string{"unknown", "healthy", "unhealthy"}[sl.health], Detail: sl.detail, Active: sl.active, Held: sl.held,
 		Waiting: sl.queue.count + sl.parked, Why: s.reason(sl), LastUse: sl.lastUse, ReadyAt: sl.readyAt, IdleAt: sl.idleAt, LastPrio: sl.lastPrio, HasPrio: sl.busy() || sl.runCost.known || sl.lastPrio != 0 || sl.recalled,
 		Pinned: sl.pinned(), CoolUntil: sl.coolUntil, Switch: sl.switchCost(), CanUnload: sl.cfg.CanUnload, CanLoad: sl.cfg.CanLoad, TurnOnly: sl.cfg.TurnOnly,
-		Draining: s.draining || s.ending || sl.draining, Measured: sl.took.measured()}
+		Draining: s.draining || s.ending || sl.draining, Measured: sl.footprints().measured()}
 	v.Claim, v.ClaimSeen = sl.totalClaim()
 	if s.idles(sl) && s.cfg.IdleUnload == IdleOn && !sl.gate.closed {
 		v.UnloadAt = s.idleEnd(sl)

@@ -46,8 +46,8 @@ var alwaysInherited = []string{"PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", 
 // passes reports whether a variable of Caddy's reaches the server though its environment is cleared.
 func (p *plan) passes(name string) bool {
 	return slices.Contains(alwaysInherited, name) || slices.ContainsFunc(p.envPass, func(pattern string) bool {
-		stem, any := strings.CutSuffix(pattern, "*")
-		return name == pattern || any && strings.HasPrefix(name, stem)
+		stem, open := strings.CutSuffix(pattern, "*")
+		return name == pattern || open && strings.HasPrefix(name, stem)
 	})
 }
 

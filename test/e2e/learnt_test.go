@@ -71,6 +71,14 @@ func memory(c broker.Consumer) map[string]any {
 
 func (s *site) memories() map[string]map[string]any {
 	s.t.Helper()
+	s.until("what is loaded has been measured", func() bool {
+		for _, c := range s.status().Consumers {
+			if sl := c.Slots[0]; sl.State == "READY" && sl.Measured == 0 {
+				return false
+			}
+		}
+		return true
+	})
 	out := map[string]map[string]any{}
 	for name, c := range s.status().Consumers {
 		out[name] = memory(c)
@@ -87,6 +95,7 @@ func (s *site) learns() {
 	}
 	s.serve("b")
 	s.serve("a")
+	s.memories()
 }
 
 func pair() []consumer {

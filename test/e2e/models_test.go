@@ -294,15 +294,16 @@ func TestARequestThatNamesNoKnownModelEvictsNothing(t *testing.T) {
 
 func TestRequestsThatNeedNoGPUWithoutAKnownConsumerAre404(t *testing.T) {
 	t.Parallel()
-	s := oneURL(t, layout{}, "model_from query\nbypass GET /audio/*\ntouch /health")
-	for _, c := range []struct{ method, path string }{{"OPTIONS", "/v1/chat/completions"}, {"HEAD", "/x"}, {"GET", "/audio/big"}, {"GET", "/health"}} {
+	s := oneURL(t, layout{}, "model_from query\nbypass GET /audio/*\ntouch /health /healthy")
+	for _, c := range []struct{ method, path string }{{"OPTIONS", "/v1/chat/completions"}, {"HEAD", "/x"}, {"GET", "/audio/big"}, {"GET", "/healthy"}} {
 		a := s.do(context.Background(), c.method, c.path, nil)
 		require.Equal(t, 404, a.status, c.path)
 		if c.method != "HEAD" {
 			require.Contains(t, a.refused(t, 404, "unknown_model"), "names no model")
 		}
 	}
-	s.do(context.Background(), "GET", "/x", nil).refused(t, 400, "bad_request")
+	s.do(context.Background(), "GET", "/x", nil).refused(t, 404, "unknown_model")
+	s.do(context.Background(), "POST", "/x", strings.NewReader("{}")).refused(t, 400, "bad_request")
 	a := s.do(context.Background(), "OPTIONS", "/x?model=whisper", nil)
 	require.Equal(t, 204, a.status, "it names a model")
 	require.Equal(t, 200, s.get("/audio/big?bytes=10&model=llama").status)

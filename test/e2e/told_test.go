@@ -118,9 +118,9 @@ func TestEveryRefusalIsToldOnce(t *testing.T) {
 
 func TestARefusalForWantOfBufferIsToldOnce(t *testing.T) {
 	t.Parallel()
-	s := start(t, layout{Global: "max_buffered 1MiB", Consumers: []consumer{mvoice(), whisper()}})
+	s := start(t, layout{Global: "max_buffered 2MiB", Consumers: []consumer{mvoice(), whisper()}})
 	release := s.hold("whisper")
-	large := string(every(700 << 10))
+	large := string(every(900 << 10)) // of which one client may have one
 	first := s.send("POST", "/mvoice/synthesize", large)
 	s.waitQueued("mvoice", 1)
 	s.post("/mvoice/synthesize", large).refused(t, 503, "queue_full")

@@ -16,7 +16,7 @@ func TestN1_WhereTheProxyGoesAstrayTheConfigurationIsBlamedAndNotTheServer(t *te
 	s := start(t, layout{
 		Consumers: []consumer{
 			{Options: modelserver.Options{Name: "llm", VRAM: 2 * gpu.GiB}, Proxy: "reverse_proxy {http.gpu_broker.upsteam}", Lines: "bypass GET /tags"},
-			{Options: modelserver.Options{Name: "tts", VRAM: 2 * gpu.GiB}, Proxy: "reverse_proxy " + freeAddr(t)},
+			{Options: modelserver.Options{Name: "tts", VRAM: 2 * gpu.GiB}, Proxy: "reverse_proxy {gpu_broker.upstream}:80"},
 		},
 		Routes: "route /right/* {\nuri strip_prefix /right\ngpu_broker llm\nreverse_proxy {http.gpu_broker.upstream}\n}",
 	})
