@@ -174,19 +174,23 @@ func (c *crowd) time(tb testing.TB, i int, before func(*crowd, int) Event, after
 
 func TestAlone_AnEventCostsAtMost50MicrosecondsWith10000Waiting(t *testing.T) {
 	crowds(t, func(name string, c *crowd) {
-		for _, e := range crowdEvents {
-			best := time.Hour
-			for range 10 { // the machine may do something else meanwhile
-				const events = 200
+		best := make([]time.Duration, len(crowdEvents))
+		for round := range 30 { // the machine may do something else for a while: each event's rounds lie far apart
+			for k, e := range crowdEvents {
+				const events = 100
 				var total time.Duration
 				for i := range events {
 					total += c.time(t, i, e.before, e.after)
 				}
-				best = min(best, total/events)
+				if mean := total / events; round == 0 || mean < best[k] {
+					best[k] = mean
+				}
+				require.Equal(t, crowdWaiting, c.s.waiting, "%s: the crowd is as it was", e.name)
 			}
-			t.Logf("%s: %s: %s", name, e.name, best)
-			assert.LessOrEqual(t, best, 50*time.Microsecond, "%s: %s", name, e.name)
-			require.Equal(t, crowdWaiting, c.s.waiting, "the crowd is as it was")
+		}
+		for k, e := range crowdEvents {
+			t.Logf("%s: %s: %s", name, e.name, best[k])
+			assert.LessOrEqual(t, best[k], 50*time.Microsecond, "%s: %s", name, e.name)
 		}
 	})
 }

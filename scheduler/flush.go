@@ -79,7 +79,7 @@ func (s *State) unflushed(now time.Time, t *slot) *slot {
 // freesItself flushes a target that would fit if what nobody accounts for is its own, and gives
 // that memory time to come back. No other slot is evicted for it before.
 func (s *State) freesItself(now time.Time, t *slot) bool {
-	if !s.lacksOnlyOutsiders(t) {
+	if !s.mayHoldItself(t) && !t.ebbing(now) || !s.lacksOnlyOutsiders(t) { // the cheap question first: every cold target is asked
 		return false
 	}
 	switch {
