@@ -3,6 +3,7 @@ package broker
 import (
 	"context"
 	"errors"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,7 +18,9 @@ import (
 type slowGPU struct {
 	*fakeGPU
 	takes map[gpu.Detail]time.Duration
-	full  int // looks that brought everything
+
+	mu   sync.Mutex
+	full int // looks that brought everything
 }
 
 func (g *slowGPU) Open(context.Context, *zap.Logger) (gpu.Sampler, error) { return g, nil }
@@ -27,6 +30,8 @@ func (g *slowGPU) Sample(ctx context.Context, detail gpu.Detail) (gpu.Sample, er
 		return gpu.Sample{}, ctx.Err()
 	case <-time.After(g.takes[detail]):
 	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
 	if detail == gpu.Full {
 		g.full++
 	}
@@ -44,6 +49,8 @@ func sampled(t *testing.T, s *slowGPU, d time.Duration, then func(w *world)) {
 		w.startSampler(&Generation{Config: w.gen.Config, Sampler: s, SamplerKey: "slow", Logger: zap.NewNop()})
 		w.mu.Unlock()
 		pass(d)
+		s.mu.Lock()
+		defer s.mu.Unlock()
 		then(w)
 	})
 }

@@ -87,8 +87,13 @@ func TestReloadThatFailsHasNoEffectAtAll(t *testing.T) {
 				s.serve(name)
 			}
 			s.until("all that is loaded has been seen", func() bool {
-				g := s.status().GPUs[0]
-				return g.Used == g.Booked
+				st := s.status()
+				for _, c := range st.Consumers {
+					if c.Slots[0].Measured == 0 {
+						return false
+					}
+				}
+				return st.GPUs[0].Used == st.GPUs[0].Booked
 			})
 			way := spoilers(occupied(t))[i]
 			wire := newTripwire(t)
