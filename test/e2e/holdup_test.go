@@ -142,7 +142,7 @@ func TestH5_StalledUploadsGiveTheirRoomBack(t *testing.T) {
 	require.Equal(t, 200, s.post("/mvoice/synthesize", string(every(900<<10))).status)
 }
 
-// unread begins a download of which nothing but its beginning is read.
+// unread begins a download and reads only its beginning.
 func (s *site) unread(c *http.Client, path string) *http.Response {
 	s.t.Helper()
 	req, err := http.NewRequestWithContext(s.t.Context(), "GET", s.url+path, nil)
