@@ -2,8 +2,11 @@ package e2e
 
 import (
 	"bufio"
+	"bytes"
+	"compress/gzip"
 	"context"
 	"crypto/tls"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -23,10 +26,10 @@ import (
 const scaled = "upload_idle 500ms\nstall_timeout 500ms\ntunnel_idle 500ms"
 
 // holders is a site with a server that an attacker asks, and one that others want to use: only one of them is loaded at a time.
-func holders(t *testing.T, https bool, routes string) *site {
+func holders(t *testing.T, https bool, routes string, more ...consumer) *site {
 	hog := consumer{Options: modelserver.Options{Name: "hog", VRAM: gib(10)}}
 	other := consumer{Options: modelserver.Options{Name: "other", VRAM: gib(10)}}
-	s := start(t, layout{HTTPS: https, Global: scaled, Consumers: []consumer{hog, other}, Routes: routes + "\nhandle /one/* {\nuri strip_prefix /one\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}"})
+	s := start(t, layout{HTTPS: https, Global: scaled, Consumers: append([]consumer{hog, other}, more...), Routes: routes + "\nhandle /one/* {\nuri strip_prefix /one\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}"})
 	require.Equal(t, 200, s.post("/hog/work", "load it").status)
 	return s
 }
@@ -294,10 +297,39 @@ func TestE4_NoSingleRequestHoldsAnothersModelUp(t *testing.T) {
 	posts := func(path, body string) func(t *testing.T, s *site) {
 		return func(_ *testing.T, s *site) { s.post(path, body) }
 	}
+	// begins sends a request and doesn't wait for its answer.
+	begins := func(method, path, body string) func(t *testing.T, s *site) {
+		return func(_ *testing.T, s *site) { s.send(method, path, body) }
+	}
+	// zipped sends a part of a compressed body that names the hog.
+	zipped := func(part func(whole []byte) []byte) func(t *testing.T, s *site) {
+		var b bytes.Buffer
+		w := gzip.NewWriter(&b)
+		_, err := io.WriteString(w, `{"model":"hog","input":"`+strings.Repeat("a", 3<<20)+`"}`)
+		require.NoError(t, err)
+		require.NoError(t, w.Close())
+		return raw(fmt.Sprintf("POST /one/work HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n%s", b.Len(), part(b.Bytes())))
+	}
 	for _, c := range []struct {
 		name string
 		do   func(t *testing.T, s *site)
 	}{
+		{"HEAD", begins("HEAD", "/hog/work", "")},
+		{"HEAD of a large answer", begins("HEAD", "/hog/audio/big?bytes=200000000", "")},
+		{"HEAD whose body does not come", raw("HEAD /hog/work HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n")},
+		{"Expect on a route by model", raw("POST /one/work HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n")},
+		{"an expectation nobody knows", raw("POST /hog/upload HTTP/1.1\r\nHost: localhost\r\nExpect: 200-maybe\r\nContent-Length: 10\r\n\r\n")},
+		{"compressed body that stalls", zipped(func(whole []byte) []byte { return whole[:len(whole)/2] })},
+		{"compressed body that expands a thousandfold", zipped(func(whole []byte) []byte { return whole })},
+		{"compressed body that is none", zipped(func(whole []byte) []byte { return bytes.Repeat([]byte("x"), len(whole)) })},
+		{"two models in one body", posts("/one/work", `{"model":"hog","model":"other"}`)},
+		{"two models, the second of which stalls", raw("POST /one/work HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{\"model\":\"hog\",\"model\":\"ot")},
+		{"unknown model of a consumer with models", begins("POST", "/ollama/api/generate", `{"model":"nope-1","prompt":"x"}`)},
+		{"unknown model on a route by model", begins("POST", "/one/api/generate", `{"model":"library/nope:8b","prompt":"x"}`)},
+		{"another spelling of a model", begins("POST", "/ollama/api/generate", `{"model":"library/Llama3.1:8B","prompt":"x"}`)},
+		{"another spelling on a route by model", begins("POST", "/one/api/generate", `{"model":"Llama3.1:8b","prompt":"x"}`)},
+		{"a model that is given back, cold", begins("POST", "/ollama/api/generate", `{"model":"llama3.1:8b","keep_alive":0}`)},
+		{"a model that is to stay for ever", begins("POST", "/ollama/api/generate", `{"model":"llama3.1:8b","prompt":"x","keep_alive":-1}`)},
 		{"stalled upload", raw("POST /hog/upload HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nx")},
 		{"stalled upload of a large body", raw("POST /hog/upload HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\nx")},
 		{"stalled upload to a route by model", raw("POST /one/work HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{\"model\":\"hog\",")},
@@ -317,7 +349,8 @@ func TestE4_NoSingleRequestHoldsAnothersModelUp(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			s := holders(t, false, "handle_path /tunnel/* {\ngpu_broker hog\nreverse_proxy "+sockets(t)+"\n}")
+			s := holders(t, false, "handle_path /tunnel/* {\ngpu_broker hog\nreverse_proxy "+sockets(t)+"\n}",
+				shelf("ollama", modelserver.Ollama, "vram 9GiB\nmodel llama3.1:8b", map[string]float64{"llama3.1:8b": 9}))
 			c.do(t, s)
 			began := time.Now()
 			a := s.post("/other/work", "mine")
