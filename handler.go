@@ -187,6 +187,7 @@ type job struct {
 	body      *routing.Body
 	unread    bool           // its body did not come to its end
 	facts     *routing.Facts // what the body says; nil: it was not looked into
+	read      routing.Facts  // what facts points to
 	status    int
 	served    bool // next has answered it whole
 	lease     broker.Lease

@@ -4,9 +4,11 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -20,6 +22,7 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
+	"github.com/gpu-broker/caddy-gpu-broker/config"
 )
 
 // TestMain keeps what Caddy writes about its instance out of the home folder.
@@ -77,9 +80,15 @@ func endRetiring() {
 // newHandler is a handler of a started app with one consumer that needs nothing.
 func newHandler(t testing.TB) *Handler {
 	t.Helper()
+	return newHandlerOf(t, gpucaddyfile.Route{Consumer: "a"})
+}
+
+// newHandlerOf is newHandler for another route.
+func newHandlerOf(t testing.TB, route gpucaddyfile.Route) *Handler {
+	t.Helper()
+	h := &Handler{Route: route}
 	app, ctx := newApp(t, map[string]any{"name": "a", "vram": "1GiB", "concurrency": 4})
 	require.NoError(t, app.Start())
-	h := &Handler{Route: gpucaddyfile.Route{Consumer: "a"}}
 	require.NoError(t, h.Provision(ctx))
 	return h
 }
@@ -250,3 +259,34 @@ func TestAlone_HandlerWithEmptyNextTakesAtMost5Microseconds(t *testing.T) {
 	t.Logf("%s %s", r, r.MemString())
 	require.LessOrEqual(t, r.NsPerOp(), int64(5000))
 }
+
+// handleNamed is one warm request whose body names its model. What follows reads it, as a proxy does.
+func handleNamed(b *testing.B) {
+	h := newHandlerOf(b, gpucaddyfile.Route{ModelFrom: []config.ModelFrom{{Source: config.FromBody, Name: "model"}}})
+	chat := `{"model":"a","temperature":0.7,"messages":[{"role":"system","content":"You are a helpful assistant. Answer briefly."},` +
+		`{"role":"user","content":"` + strings.Repeat("What is the capital of France, and why is it not Lyon? ", 8) + `"}],"stream":false}`
+	w, r := request("POST", "/v1/chat/completions")
+	r.Header.Set("Content-Type", "application/json")
+	from := strings.NewReader(chat)
+	body := io.NopCloser(from)
+	read := make([]byte, 1<<10)
+	next := caddyhttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) (err error) {
+		for err == nil {
+			_, err = r.Body.Read(read)
+		}
+		return nil
+	})
+	serve := func() {
+		from.Reset(chat)
+		r.Body, r.ContentLength = body, int64(len(chat))
+		_ = h.ServeHTTP(w, r, next)
+	}
+	serve()
+	require.Equal(b, 200, w.Code, w.Body)
+	b.ReportAllocs()
+	for b.Loop() {
+		serve()
+	}
+}
+
+func BenchmarkHandlerByModel(b *testing.B) { handleNamed(b) }

@@ -292,18 +292,21 @@ func badRequest(err error) error {
 }
 
 // peek looks into a body that was read ahead, and takes its metadata out.
-func (j *job) peek(r *http.Request) error {
-	facts, err := j.body.Peek(r.Header, j.handler.plan)
-	var bad *routing.BadBody
-	switch {
-	case errors.As(err, &bad):
-		return badRequest(err)
-	case err != nil:
-		return bodyError(r, err)
+func (j *job) peek(r *http.Request) (err error) {
+	if j.read, err = j.body.Peek(r.Header, j.handler.plan); err != nil {
+		return peekError(r, err)
 	}
-	j.facts = &facts
+	j.facts = &j.read
 	j.body.Rewind(r)
 	return nil
+}
+
+func peekError(r *http.Request, err error) error {
+	var bad *routing.BadBody
+	if errors.As(err, &bad) {
+		return badRequest(err)
+	}
+	return bodyError(r, err)
 }
 
 // liveness answers what health checks and clients ask first, where no server is known that could: the process lives, and the

@@ -96,7 +96,9 @@ type Body struct {
 	edits   []edit // how what is read again differs; in order, apart from each other
 	decoded *Body  // the body without its content coding, once Peek has read it; nil: it has none
 
-	get func() (io.ReadCloser, error) // reopen, made once
+	get  func() (io.ReadCloser, error) // reopen, made once
+	in   pieces                        // what Peek reads it by
+	more func() ([]byte, error)        // in.next, made once
 }
 
 // edit replaces a part of a body, from its first byte to the one past its last, by a text.
@@ -343,11 +345,11 @@ func (y *Body) Recycle() {
 	if y.decoded != nil {
 		y.decoded.Recycle()
 	}
-	memory, get := y.memory[:0], y.get
+	memory := y.memory[:0]
 	if cap(memory) > largestKept {
 		memory = make([]byte, 0, 4<<10)
 	}
-	*y = Body{memory: memory, get: get}
+	*y = Body{memory: memory, get: y.get, more: y.more}
 	bodies.Put(y)
 }
 

@@ -203,30 +203,42 @@ func (y *Body) look(h http.Header, p *Plan, facts *Facts) error {
 		return nil
 	}
 	var piece *[32 << 10]byte
-	in := &pieces{body: y}
+	y.in = pieces{body: y}
+	if y.more == nil {
+		y.more = y.in.next
+	}
 	if y.file != nil {
 		piece = chunks.Get().(*[32 << 10]byte)
 		defer chunks.Put(piece)
-		in.chunk = piece[:]
+		y.in.chunk = piece[:]
 	}
 	kinds := h["Content-Type"]
 	if len(kinds) > 1 && slices.ContainsFunc(kinds, func(kind string) bool { return kind != kinds[0] }) {
 		return bad("the request has %d different headers Content-Type", len(kinds))
 	}
-	kind, params, _ := mime.ParseMediaType(h.Get("Content-Type"))
+	kind, params := mediaType(h.Get("Content-Type"))
 	switch {
 	case kind == "multipart/form-data":
 		y.seen.as, facts.Form = asMultipart, true
-		return y.readMultipart(in.next, params["boundary"], p.fields, facts.Names)
+		return y.readMultipart(y.more, params["boundary"], p.fields, facts.Names)
 	case kind == "application/json" || strings.HasSuffix(kind, "+json"),
 		(kind == "" || kind == "text/plain" || kind == "application/x-www-form-urlencoded") && y.looksLikeJSON():
 		y.seen.as = asJSON
-		return y.peekJSON(in.next, p, facts)
+		return y.peekJSON(y.more, p, facts)
 	case kind == "application/x-www-form-urlencoded":
 		y.seen.as, facts.Form = asForm, true
-		return y.readForm(in.next, p.fields, facts.Names)
+		return y.readForm(y.more, p.fields, facts.Names)
 	}
 	return nil
+}
+
+// mediaType reads a Content-Type. The usual one costs nothing.
+func mediaType(header string) (kind string, params map[string]string) {
+	if header == "application/json" {
+		return header, nil
+	}
+	kind, params, _ = mime.ParseMediaType(header)
+	return kind, params
 }
 
 // note keeps a place.
@@ -250,9 +262,10 @@ var scanners = sync.Pool{New: func() any { return new(scanner) }}
 // peekJSON reads a whole JSON document. Only the members of an object at its top are looked at.
 func (y *Body) peekJSON(more func() ([]byte, error), p *Plan, facts *Facts) error {
 	s := scanners.Get().(*scanner)
-	*s = scanner{more: more, captured: s.captured[:0]}
+	*s = scanner{more: more, captured: s.captured[:0], values: s.values}
 	defer func() {
 		s.more, s.buf = nil, nil
+		clear(s.values)
 		scanners.Put(s)
 	}()
 	if err := s.bom(); err != nil {
@@ -265,7 +278,7 @@ func (y *Body) peekJSON(more func() ([]byte, error), p *Plan, facts *Facts) erro
 		}
 		return s.end()
 	}
-	m := members{scanner: s, plan: p, body: y, values: make([]value, len(p.fields)+len(ownFields)+len(p.fields))}
+	m := members{scanner: s, plan: p, body: y, values: s.keptFor(len(p.fields) + len(ownFields) + len(p.fields))}
 	if err := m.read(); err != nil {
 		return err
 	}

@@ -59,6 +59,17 @@ type scanner struct {
 
 	depth   int
 	objects [maxDepth / 64]uint64 // a bit for each open brace or bracket: 1 for a brace
+
+	values []value // room for those of the members of the object at the top
+}
+
+// keptFor is room for n values, all of them empty.
+func (s *scanner) keptFor(n int) []value {
+	if cap(s.values) < n {
+		s.values = make([]value, n)
+	}
+	s.values = s.values[:n]
+	return s.values
 }
 
 // offset is the place in the input.

@@ -6,6 +6,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode/utf8"
 )
 
 // tell puts what the fields hold into facts.
@@ -74,8 +75,10 @@ func (v value) string(field string, longest int) (string, error) {
 	case v.long:
 		return "", tooLong(field, longest)
 	}
-	text, err := unquote([]byte(v.text))
-	if err != nil {
+	text, err := "", error(nil)
+	if simple(v.text) {
+		text = v.text[1 : len(v.text)-1]
+	} else if text, err = unquote([]byte(v.text)); err != nil {
 		return "", bad("field %q: %v", field, err)
 	}
 	if len(text) > longest {
@@ -164,6 +167,22 @@ func (v value) what() string {
 
 // unquote decodes a JSON string.
 func unquote(text []byte) (s string, err error) {
+	if simple(text) {
+		return string(text[1 : len(text)-1]), nil
+	}
 	err = json.Unmarshal(text, &s)
 	return s, err
+}
+
+// simple reports whether a JSON string, with its quotes, stands for itself.
+func simple[T string | []byte](text T) bool {
+	if len(text) < 2 || text[0] != '"' || text[len(text)-1] != '"' {
+		return false
+	}
+	for i := 1; i < len(text)-1; i++ {
+		if c := text[i]; !plain[c] || c >= utf8.RuneSelf {
+			return false
+		}
+	}
+	return true
 }

@@ -6,6 +6,7 @@ import (
 	"math"
 	"net/http"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -16,8 +17,8 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 )
 
-// throughput sends n requests over so many connections and returns requests a second.
-func (s *site) throughput(c *http.Client, path string, connections, n int) float64 {
+// throughput sends n requests, a GET or with a body a POST, over so many connections and returns requests a second.
+func (s *site) throughput(path, body string, connections, n int) float64 {
 	s.t.Helper()
 	var left, bad atomic.Int64
 	left.Store(int64(n))
@@ -26,7 +27,7 @@ func (s *site) throughput(c *http.Client, path string, connections, n int) float
 	for range connections {
 		clients.Go(func() {
 			for left.Add(-1) >= 0 {
-				resp, err := c.Get(s.url + path)
+				resp, err := s.fetch(path, body)
 				if err != nil {
 					bad.Add(1)
 					continue
@@ -43,37 +44,67 @@ func (s *site) throughput(c *http.Client, path string, connections, n int) float
 	return float64(n) / time.Since(began).Seconds()
 }
 
+func (s *site) fetch(path, body string) (*http.Response, error) {
+	if body == "" {
+		return s.client.Get(s.url + path)
+	}
+	return s.client.Post(s.url+path, "application/json", strings.NewReader(body))
+}
+
+// E7: a request whose body names its model costs what one of a fixed consumer does.
 func TestAlone_ThroughputIsWithin5PercentOfPlainReverseProxy(t *testing.T) {
 	fast := consumer{Options: modelserver.Options{Name: "fast", VRAM: gib(1), Quiet: true}, Lines: "concurrency 32", Proxy: "reverse_proxy UPSTREAM_OF_fast"}
-	s := start(t, layout{Consumers: []consumer{fast},
-		Routes: "handle_path /plain/* {\nreverse_proxy UPSTREAM_OF_fast\n}"})
-	require.Equal(t, 200, s.get("/fast/work").status)
-	const connections, requests, pairs = 32, 3000, 20
-	s.throughput(s.client, "/plain/audio/big?bytes=2000", connections, requests)
-	s.throughput(s.client, "/fast/audio/big?bytes=2000", connections, requests)
-	const bound, attempts = 0.95, 3
-	for attempt := 1; ; attempt++ {
-		median, doubt := s.compare(connections, requests, pairs)
-		if attempt < attempts && doubt > math.Abs(median-bound) {
-			continue // the spread of this run is too wide to tell on which side of the bound its median is
-		}
-		require.GreaterOrEqual(t, median, bound, "median ratio, give or take %.3f", doubt)
-		return
+	s := start(t, layout{Consumers: []consumer{fast}, Routes: `handle_path /plain/* {
+		reverse_proxy UPSTREAM_OF_fast
 	}
+	handle_path /named/* {
+		gpu_broker {
+			model_from body
+		}
+		reverse_proxy UPSTREAM_OF_fast
+	}`})
+	require.Equal(t, 200, s.get("/fast/work").status)
+	chat := `{"model":"fast","temperature":0.7,"messages":[{"role":"system","content":"You are a helpful assistant. Answer briefly."},` +
+		`{"role":"user","content":"` + strings.Repeat("What is the capital of France, and why is it not Lyon? ", 8) + `"}],"stream":false}`
+	for _, c := range []struct {
+		name, ours, path, body string
+		connections            int
+	}{
+		{"a fixed consumer", "/fast", "/audio/big?bytes=2000", "", 32},
+		{"a fixed consumer, few connections", "/fast", "/audio/big?bytes=2000", "", 8},
+		{"the model from the body", "/named", "/v1/chat/completions", chat, 32},
+		{"the model from the body, few connections", "/named", "/v1/chat/completions", chat, 8},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s.t = t
+			const bound, requests, pairs, attempts = 0.95, 2000, 20, 3
+			s.throughput("/plain"+c.path, c.body, c.connections, requests)
+			s.throughput(c.ours+c.path, c.body, c.connections, requests)
+			for attempt := 1; ; attempt++ {
+				median, doubt := s.compare("/plain"+c.path, c.ours+c.path, c.body, c.connections, requests, pairs)
+				if attempt < attempts && doubt > math.Abs(median-bound) {
+					continue // the spread of this run is too wide to tell on which side of the bound its median is
+				}
+				require.GreaterOrEqual(t, median, bound, "median ratio, give or take %.3f", doubt)
+				return
+			}
+		})
+	}
+	s.t = t
 }
 
 // compare returns the median over interleaved pairs of the broker's throughput by plain reverse_proxy's, and half the width of
 // its 95 % confidence interval, estimated from the quartiles.
-func (s *site) compare(connections, requests, pairs int) (median, doubt float64) {
+func (s *site) compare(plainPath, brokerPath, body string, connections, requests, pairs int) (median, doubt float64) {
 	var ratios, plains, brokers []float64
 	for i := range pairs {
 		var plain, ours float64
 		if i%2 == 0 {
-			plain = s.throughput(s.client, "/plain/audio/big?bytes=2000", connections, requests)
-			ours = s.throughput(s.client, "/fast/audio/big?bytes=2000", connections, requests)
+			plain = s.throughput(plainPath, body, connections, requests)
+			ours = s.throughput(brokerPath, body, connections, requests)
 		} else {
-			ours = s.throughput(s.client, "/fast/audio/big?bytes=2000", connections, requests)
-			plain = s.throughput(s.client, "/plain/audio/big?bytes=2000", connections, requests)
+			ours = s.throughput(brokerPath, body, connections, requests)
+			plain = s.throughput(plainPath, body, connections, requests)
 		}
 		ratios, plains, brokers = append(ratios, ours/plain), append(plains, plain), append(brokers, ours)
 	}
