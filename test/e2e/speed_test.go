@@ -77,7 +77,7 @@ func TestAlone_ThroughputIsWithin5PercentOfPlainReverseProxy(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s.t = t
-			const bound, requests, pairs, attempts = 0.95, 2000, 20, 3
+			const bound, requests, pairs, attempts = 0.95, 1000, 20, 3
 			s.throughput("/plain"+c.path, c.body, c.connections, requests)
 			s.throughput(c.ours+c.path, c.body, c.connections, requests)
 			for attempt := 1; ; attempt++ {
