@@ -120,6 +120,65 @@ func TestTheFallbackOfARouteReplacesThatOfTheConsumer(t *testing.T) {
 	s.servedBy("small", "/large/synthesize")
 }
 
+// N4: a fallback that is taken is a decision, a count and a line of the log. Here an idle image server holds the card, and chats go elsewhere.
+func TestN4_AChatThatGoesToTheCloudBesideAnIdleImageServerIsTold(t *testing.T) {
+	t.Parallel()
+	up := newSky(t, false)
+	s := start(t, layout{
+		Global:    "consumer sky {\ncloud\nupstream " + up.addr() + "\n}",
+		Consumers: []consumer{plainModel("chat", 9, "fallback sky"), plainModel("pictures", 9)},
+	})
+	s.serve("pictures")
+	for range 3 {
+		s.came("sky", s.post("/chat/synthesize", "hello"))
+	}
+	s.fallbackTold("chat", "sky", 3)
+	s.doByHand("consumers/pictures/unload")
+	s.servedBy("chat", "/chat/synthesize")
+	s.fallbackTold("chat", "sky", 3) // none was taken
+}
+
+func TestN4_AFallbackToAnotherLocalModelIsTold(t *testing.T) {
+	t.Parallel()
+	s := ladderSite(t, "", "fallback other small")
+	s.serve("small")
+	s.serve("large")
+	s.servedBy("large", "/large/synthesize")
+	require.Empty(t, s.decisions("fallback"), "the first candidate itself is none")
+	s.serve("other")
+	s.servedBy("other", "/large/synthesize") // the route's first
+	s.fallbackTold("large", "other", 1)
+	s.doByHand("consumers/other/unload")
+	s.outsider("another program", gib(9)) // which leaves no room for large
+	s.until("it is seen", func() bool { return s.status().GPUs[0].Free < int64(gib(9)) })
+	s.servedBy("small", "/large/synthesize")
+	s.fallbackTold("large", "small", 1)
+	require.Equal(t, "small", s.decisions("fallback")[1].Target)
+}
+
+// fallbackTold requires that so many requests for a consumer were told to have gone to another, wherever it is told.
+func (s *site) fallbackTold(from, to string, times int) {
+	s.t.Helper()
+	n := 0
+	for _, d := range s.decisions("fallback") {
+		if d.Consumer == from && d.Target == to {
+			require.Contains(s.t, d.Reason, to)
+			n++
+		}
+	}
+	require.Equal(s.t, times, n)
+	require.EqualValues(s.t, times, s.metric(`fallbacks_total{consumer="`+from+`",to="`+to+`"}`))
+	s.until("the log tells of it", func() bool {
+		n := 0
+		for line := range strings.Lines(s.log()) {
+			if strings.Contains(line, `"msg":"fallback","consumer":"`+from+`"`) && strings.Contains(line, `"for":"`+to+`"`) {
+				n++
+			}
+		}
+		return n == times
+	})
+}
+
 // The three ways to the upstream lead to who was chosen.
 func TestAFallbackIsReachedInEveryWayToTheUpstream(t *testing.T) {
 	t.Parallel()
