@@ -22,6 +22,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
@@ -55,6 +56,7 @@ type App struct {
 	modelNames map[string]lifecycle.Names // how their servers compare models' names, by consumer
 	ctx        caddy.Context
 	started    bool
+	transports []*reverseproxy.HTTPTransport // of the site, once it has started
 }
 
 // CaddyModule returns the Caddy module information.
@@ -200,6 +202,9 @@ func hash(parts ...[]byte) string {
 // before it, after all apps have started.
 func (a *App) Start() error {
 	a.started = true
+	if site := a.site(); site != nil {
+		a.transports = httpTransports(site)
+	}
 	a.warnOfRoutes()
 	a.reap()
 	createSeries(a.names()) // before anything is counted
@@ -271,6 +276,7 @@ func (a *App) Stop() error {
 
 // Cleanup lets go of the broker. It is called for half-made configurations too.
 func (a *App) Cleanup() error {
+	closeIdle(a.transports)
 	if a.pool == nil {
 		return nil
 	}

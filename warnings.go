@@ -105,14 +105,20 @@ func (h *Handler) routeDoubts() (out []config.Warning) {
 	return out
 }
 
+// site returns the HTTP app of this configuration, whose apps are all provisioned; nil: there is none.
+func (a *App) site() *caddyhttp.App {
+	app, err := a.ctx.AppIfConfigured("http")
+	if err != nil {
+		return nil
+	}
+	site, _ := app.(*caddyhttp.App)
+	return site
+}
+
 // warnOfRoutes logs the routes of the site on which requests pass the broker unseen. All apps are provisioned.
 func (a *App) warnOfRoutes() {
-	site, err := a.ctx.AppIfConfigured("http")
-	if err != nil {
-		return // there are no routes
-	}
-	app, ok := site.(*caddyhttp.App)
-	if !ok {
+	app := a.site()
+	if app == nil {
 		return
 	}
 	for _, f := range doctor.Bypasses(siteJSON(app), &a.Broker, placeholderNames()) {

@@ -88,6 +88,9 @@ func (a *Auto) Validate() error {
 	return errors.Join(faults...)
 }
 
+// Doubts returns the sizes that have lost their unit.
+func (a *Auto) Doubts() []error { return gpu.CheckUnits("gpu auto: fallback", a.Fallback) }
+
 // Open takes a real look by each way in turn, and the first that brings GPUs.
 // It fails if there is none, unless there is a fallback.
 func (a *Auto) Open(ctx context.Context, logger *zap.Logger) (gpu.Sampler, error) {

@@ -258,3 +258,19 @@ func TestFallbackSizesMustBeAboveZero(t *testing.T) {
 		t.Error("sizes are not checked")
 	}
 }
+
+func TestN2_AFallbackSizeWithoutAUnitIsDoubted(t *testing.T) {
+	doubts := (&Auto{Fallback: []gpu.Bytes{24 * gpu.GiB, 24, 8192}}).Doubts()
+	if len(doubts) != 2 {
+		t.Fatal(doubts)
+	}
+	if want := "gpu auto: fallback: the memory of GPU 1 is 24 bytes, because a number without a unit counts bytes: did you mean 24GiB?"; doubts[0].Error() != want {
+		t.Errorf("%v; want %s", doubts[0], want)
+	}
+	if !strings.Contains(doubts[1].Error(), "did you mean 8192MiB?") {
+		t.Error(doubts[1])
+	}
+	if doubts := new(Auto).Doubts(); len(doubts) > 0 {
+		t.Error(doubts)
+	}
+}

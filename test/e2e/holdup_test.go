@@ -283,6 +283,39 @@ func TestH6_AWebSocketThatIsUsedIsNotCut(t *testing.T) {
 	require.Equal(t, 200, s.await(waits).status)
 }
 
+func TestH6_AnIdleTunnelStaysWhileItsServerSaysThatItWorks(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{
+		Global:    scaled,
+		Consumers: []consumer{{Options: modelserver.Options{Name: "hog", VRAM: gib(10)}, Lines: busyPlain}, {Options: modelserver.Options{Name: "other", VRAM: gib(10)}}},
+		Routes:    "handle_path /tunnel/* {\ngpu_broker hog\nreverse_proxy " + sockets(t) + "\n}",
+	})
+	s.serve("hog")
+	conn := s.socket("/tunnel/ws")
+	defer func() { _ = conn.CloseNow() }()
+	s.holdWork("hog")
+	worked := make(chan error, 1)
+	go func() { // its server computes for it, and says so
+		resp, err := http.Post(s.servers["hog"].URL()+"/work", "text/plain", strings.NewReader("x"))
+		if err == nil {
+			err = resp.Body.Close()
+		}
+		worked <- err
+	}()
+	s.working("hog")
+	waits := s.send("POST", "/other/work", "mine")
+	s.waitQueued("other", 1)
+	time.Sleep(1200 * time.Millisecond) // more than twice tunnel_idle
+	require.Empty(t, s.decisions("cut"))
+	require.Equal(t, 1, s.status().Consumers["other"].Waiting)
+	s.letWork("hog")
+	require.NoError(t, <-worked)
+	s.ok(waits)
+	cuts := s.decisions("cut")
+	require.Len(t, cuts, 1)
+	require.Equal(t, "tunnel_idle", cuts[0].Code)
+}
+
 // E4: no single request holds another model up for longer than the contract allows.
 func TestE4_NoSingleRequestHoldsAnothersModelUp(t *testing.T) {
 	t.Parallel()
@@ -417,4 +450,24 @@ func TestH2_FieldsThatCostOthersSomethingNeedTrust(t *testing.T) {
 	require.Contains(t, string(a.body), "cooldown")
 	require.Equal(t, 200, s.askJSON("/trusted/work", `{"model":"whisper","x_client_id":"me"}`).status, "another consumer")
 	require.Equal(t, 200, s.askJSON("/trusted/work", `{"model":"llama","x_client_id":"you"}`).status, "another client")
+}
+
+func TestH2_WhatATrustedBodyAsksForIsClampedByItsRoute(t *testing.T) {
+	t.Parallel()
+	route := func(name, lines string) string {
+		return "handle_path /" + name + "/* {\ngpu_broker {\nmodel_from body\ntrust_body\nbudget 800ms\n" + lines + "\n}\nreverse_proxy {http.gpu_broker.upstream}\n}\n"
+	}
+	s := oneURL(t, layout{Routes: route("clamped", "keep_alive_max 300ms\ncooldown_max 300ms") + route("open", "")}, "model_from body\nbudget 5s")
+	ask := func(route, text string) answer { return s.askJSON("/"+route+"/work", text) }
+
+	require.Equal(t, 200, ask("clamped", `{"model":"llama","x_client_id":"me","x_cooldown":86400}`).status)
+	require.Equal(t, 200, ask("clamped", `{"model":"llama","x_client_id":"me"}`).status, "300 ms later")
+	require.Equal(t, 200, ask("open", `{"model":"llama","x_client_id":"you","x_cooldown":86400}`).status)
+	require.Equal(t, 504, ask("open", `{"model":"llama","x_client_id":"you"}`).status, "nothing clamps it")
+
+	require.Equal(t, 200, ask("clamped", `{"model":"llama","x_client_id":"she","x_keep_alive":86400,"x_stay_warm":86400}`).status)
+	require.Equal(t, 200, ask("clamped", `{"model":"whisper","x_client_id":"she","x_keep_alive":86400}`).status, "llama made way after 300 ms")
+	require.Equal(t, 200, ask("open", `{"model":"llama","x_client_id":"he","x_keep_alive":86400}`).status)
+	refused := ask("open", `{"model":"whisper","x_client_id":"he"}`)
+	require.Contains(t, []int{503, 504}, refused.status, "%s", refused.body)
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"os"
 	"regexp"
 	"slices"
 	"strings"
@@ -389,5 +390,50 @@ func TestFC17_StreamsAcrossAReloadReleaseTheirPlaceOnce(t *testing.T) {
 				require.Empty(t, modelserver.Overlap(s.servers["speech"], s.servers["ui"]))
 			})
 		}
+	}
+}
+
+// H8: what a configuration had goes with it: its goroutines, and its connections to the servers, also those that are in use while it goes.
+func TestH8_ReloadsLeaveNoConnectionsAndGoroutinesBehind(t *testing.T) {
+	t.Parallel()
+	for name, proxy := range map[string]string{"placeholder": "reverse_proxy {http.gpu_broker.upstream}", "dynamic": "reverse_proxy {\ndynamic gpu_broker\n}"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			a, b := plainModel("a", 4), plainModel("b", 4)
+			a.Proxy, b.Proxy = proxy, proxy
+			s := start(t, layout{Consumers: []consumer{a, b}})
+			// count is how many goroutines and open files Caddy has.
+			count := func() (goroutines, files int) {
+				line, _, _ := strings.Cut(string(s.adminDo("GET", "/debug/pprof/goroutine?debug=1", "", "").body), "\n")
+				_, err := fmt.Sscanf(line, "goroutine profile: total %d", &goroutines)
+				require.NoError(t, err, line)
+				open, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", s.cmd.Process.Pid))
+				require.NoError(t, err)
+				return goroutines, len(open)
+			}
+			n := 0
+			reloads := func(times int) {
+				for range times {
+					n++
+					s.ok(s.send("POST", "/b/work", "x"))
+					stream := s.send("GET", "/a/stream?events=20&ms=2", "")
+					a := s.reload(func(c string) string {
+						return strings.Replace(c, "handle /gpu/*", fmt.Sprintf("handle /hello {\nrespond %d\n}\nhandle /gpu/*", n), 1)
+					})
+					require.Equal(t, 200, a.status, "%s", a.body)
+					if got := s.await(stream); got.err == nil { // else it came to the listener that went
+						require.Equal(t, 200, got.status)
+					}
+					s.client.CloseIdleConnections()
+				}
+			}
+			reloads(4)
+			goroutines, files := count()
+			reloads(32)
+			s.until("nothing has piled up", func() bool {
+				g, f := count()
+				return g <= goroutines+12 && f <= files+8
+			})
+		})
 	}
 }

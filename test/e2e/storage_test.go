@@ -50,7 +50,9 @@ func TestK10_ABodyThatCanNotBeKeptIsRefusedInOurForm(t *testing.T) {
 			// The first MiB stays in memory, and what is left unread is little enough for the client to get the answer.
 			const size = 1<<20 + 200<<10
 			large := every(size)
-			chunked := func() answer { return s.doWith(s.client, t.Context(), "POST", "/llama/echo", io.MultiReader(bytes.NewReader(large))) }
+			chunked := func() answer {
+				return s.doWith(s.client, t.Context(), "POST", "/llama/echo", io.MultiReader(bytes.NewReader(large)))
+			}
 			for kind, a := range map[string]answer{
 				"by its model": s.askJSON("/echo", `{"model":"llama","input":"`+strings.Repeat("a", size)+`"}`),
 				"chunked":      chunked(),
