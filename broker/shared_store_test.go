@@ -4,7 +4,6 @@ import (
 	"context"
 	"testing"
 	"testing/synctest"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -30,7 +29,7 @@ func TestH8_TwoProcessesWithOneDataFolderKeepWhatBothHaveLearnt(t *testing.T) {
 			worlds = append(worlds, w)
 		}
 		for range 3 {
-			time.Sleep(saveEvery)
+			pass(saveEvery)
 			synctest.Wait()
 			for i, name := range []string{"a", "b"} {
 				l, err := worlds[i].Acquire(context.Background(), Request{Consumer: name})

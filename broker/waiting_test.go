@@ -119,3 +119,29 @@ func TestWorkThatOutlivesItsAnswerIsSharedOutWhenAllOfItIsOver(t *testing.T) {
 		require.InDelta(t, 2*time.Second, <-served, float64(300*time.Millisecond), "the broker ends before the work")
 	})
 }
+
+func TestARequestWhoseClientLeavesTheQueueLeavesNothingBehind(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB))
+		defer w.Close()
+		waiting := func() int {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			return len(w.waiters)
+		}
+		running, err := w.Acquire(t.Context(), Request{Consumer: "a"})
+		require.NoError(t, err)
+		ctx, leave := context.WithCancel(t.Context())
+		left := make(chan error, 1)
+		go func() {
+			_, err := w.Acquire(ctx, Request{Consumer: "a"})
+			left <- err
+		}()
+		synctest.Wait()
+		require.Equal(t, 1, waiting())
+		leave()
+		require.ErrorIs(t, <-left, context.Canceled)
+		require.Zero(t, waiting())
+		running.Release(scheduler.Served)
+	})
+}

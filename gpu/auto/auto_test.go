@@ -213,7 +213,7 @@ func TestN5_DeclaredSizesServeUntilTheGPUsCanBeRead(t *testing.T) {
 		if look(); w.opened != 0 {
 			t.Error("it is tried again at once")
 		}
-		time.Sleep(retry)
+		time.Sleep(retry) // of the bubble's clock: no time is spent
 		if d := look(); len(d) != 1 || d[0].UUID != "GPU-a" || s.Name() != "w" || s.MinInterval() != w.MinInterval() {
 			t.Errorf("%s: %+v", s.Name(), d)
 		}

@@ -554,6 +554,61 @@ var mutants = []mutant{
 		new: "",
 	},
 	{
+		name: "a client that left before the answer counts as served", dir: ".", file: "handler.go", tests: "TestWhatTheSchedulerIsToldOfAJobsEnd",
+		old: "\tcase j.status == 0 || j.status == statusClientLeft:\n\t\treturn scheduler.NoAnswer",
+		new: "\tcase j.status == 0:\n\t\treturn scheduler.NoAnswer",
+	},
+	{
+		name: "the body of a WebSocket over HTTP/2 is read ahead", dir: ".", file: "handler.go", tests: "TestTheBodyOfATunnelIsNotReadAhead",
+		old: "r.Body != http.NoBody && r.Method != http.MethodConnect",
+		new: "r.Body != http.NoBody",
+	},
+	{
+		name: "a request over HTTP/3 can't be cut", dir: ".", file: "handler.go", tests: "TestARequestOverHTTP3IsCutByItsContext",
+		old: "case r.ProtoMajor > 2, j.handler.StreamBody:",
+		new: "case j.handler.StreamBody:",
+	},
+	{
+		name: "a stalled upload is taken for a client that left", dir: ".", file: "errors.go", tests: "TestAStalledUploadIsNoClientThatLeft",
+		old: "if r.Context().Err() != nil && j.stalled == \"\" {",
+		new: "if r.Context().Err() != nil {",
+	},
+	{
+		name: "a stalled upload is what its reader made of it", dir: ".", file: "handler.go", tests: "TestAStalledUploadIsNoClientThatLeft",
+		old: "\t\t\terr = uploadStalled(time.Duration(*h.app.UploadIdle))\n",
+		new: "",
+	},
+	{
+		name: "an answer that was cut looks whole", dir: ".", file: "handler.go", tests: "TestAnAnswerThatWasCutIsNotPassedOffAsWhole",
+		old: "if j.status != 0 && (j.isCut.Load() || ranOut(inner)) {",
+		new: "if j.status != 0 && ranOut(inner) {",
+	},
+	{
+		name: "an answer that max_run ended looks whole", dir: ".", file: "handler.go", tests: "TestAnAnswerThatMaxRunEndsIsNotPassedOffAsWhole",
+		old: "if j.status != 0 && (j.isCut.Load() || ranOut(inner)) {",
+		new: "if j.status != 0 && j.isCut.Load() {",
+	},
+	{
+		name: "an answer that was broken off is returned, not aborted", dir: ".", file: "handler.go", tests: "TestAnAnswerThat",
+		old: "\t\tpanic(http.ErrAbortHandler)\n",
+		new: "\t\treturn nil\n",
+	},
+	{
+		name: "a heartbeat that nobody takes has no deadline", dir: ".", file: "heartbeat.go", tests: "TestClientThatTakesNoHeartbeatHoldsNothingUp",
+		old: "SetWriteDeadline(time.Unix(1, 0))",
+		new: "SetWriteDeadline(time.Time{})",
+	},
+	{
+		name: "Retry-After has no upper bound", dir: ".", file: "errors.go", tests: "TestRetryAfterIsAtMostAMinute",
+		old: "min(60, max(1, int(math.Ceil(f.retryAfter.Seconds()))))",
+		new: "max(1, int(math.Ceil(f.retryAfter.Seconds())))",
+	},
+	{
+		name: "who left the queue stays in the map of those who wait", dir: "broker", file: "acquire.go", tests: "TestARequestWhoseClientLeavesTheQueue",
+		old: "\t\tdelete(b.waiters, lease.job)\n",
+		new: "",
+	},
+	{
 		name: "the longest name of a form's field is not read",
 		dir:  "routing",
 		file: "form.go",

@@ -1,0 +1,189 @@
+package gpubroker
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"net/http"
+	"testing"
+	"time"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/stretchr/testify/require"
+
+	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// HTTP/3 has no connection of its own to close: its requests end by their context.
+func TestARequestOverHTTP3IsCutByItsContext(t *testing.T) {
+	h := newHandler(t)
+	w, r := request("GET", "/work")
+	require.NoError(t, h.ServeHTTP(w, r, nothing)) // the one that loads its server has a context of its own in any case
+	w, r = request("GET", "/work")
+	r.ProtoMajor = 3
+	require.PanicsWithValue(t, http.ErrAbortHandler, func() {
+		_ = h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
+			w.WriteHeader(http.StatusOK)
+			require.Equal(t, 1, h.pool.running.cut())
+			require.Error(t, r.Context().Err(), "the server goes on for nobody")
+			return nil
+		}))
+	})
+	require.Zero(t, h.inFlight())
+}
+
+// reverse_proxy returns nil where the request to its server was canceled.
+func TestAnAnswerThatWasCutIsNotPassedOffAsWhole(t *testing.T) {
+	h := newHandler(t)
+	w, r := request("GET", "/work")
+	require.PanicsWithValue(t, http.ErrAbortHandler, func() {
+		_ = h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
+			_, _ = w.Write([]byte("half"))
+			h.pool.running.cut()
+			_, err := w.Write([]byte("more"))
+			require.ErrorIs(t, err, errCut)
+			return nil
+		}))
+	})
+	require.Equal(t, "half", w.Body.String())
+	require.Zero(t, h.inFlight())
+}
+
+func TestAnAnswerThatMaxRunEndsIsNotPassedOffAsWhole(t *testing.T) {
+	app, ctx := newApp(t, map[string]any{"name": "a", "vram": "1GiB", "max_run": "20ms"})
+	require.NoError(t, app.Start())
+	h := &Handler{Route: gpucaddyfile.Route{Consumer: "a"}}
+	require.NoError(t, h.Provision(ctx))
+	w, r := request("GET", "/work")
+	require.PanicsWithValue(t, http.ErrAbortHandler, func() {
+		_ = h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
+			_, _ = w.Write([]byte("half"))
+			<-r.Context().Done()
+			return nil
+		}))
+	})
+	require.Zero(t, h.inFlight())
+
+	w, r = request("GET", "/work")
+	require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) error {
+		<-r.Context().Done()
+		return r.Context().Err()
+	})))
+	require.Equal(t, http.StatusGatewayTimeout, w.Code, "nothing of it had begun")
+}
+
+// bodyFunc is a request body that does something when it is read.
+type bodyFunc func() error
+
+func (f bodyFunc) Read([]byte) (int, error) { return 0, f() }
+func (bodyFunc) Close() error               { return nil }
+
+// A CONNECT that opens a WebSocket over HTTP/2 has a body without an end.
+func TestTheBodyOfATunnelIsNotReadAhead(t *testing.T) {
+	h := newHandler(t)
+	w, r := request(http.MethodConnect, "/work")
+	r.ProtoMajor, r.ContentLength = 2, -1
+	r.Body = bodyFunc(func() error {
+		t.Error("it is read before the tunnel is there")
+		return io.EOF
+	})
+	reached := false
+	require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error {
+		reached = true
+		return nil
+	})))
+	require.True(t, reached)
+
+	read := false
+	w, r = request(http.MethodPost, "/work")
+	r.ContentLength = -1
+	r.Body = bodyFunc(func() error {
+		read = true
+		return io.EOF
+	})
+	require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error {
+		require.True(t, read, "any other body is")
+		return nil
+	})))
+}
+
+// net/http ends the context of a request whose connection we cut, and so does a client that leaves.
+func TestAStalledUploadIsNoClientThatLeft(t *testing.T) {
+	h := newHandler(t)
+	for name, stalls := range map[string]bool{"stalled": true, "left": false} {
+		t.Run(name, func(t *testing.T) {
+			w, r := request("POST", "/work")
+			ctx, leave := context.WithCancel(r.Context())
+			defer leave()
+			r = r.WithContext(ctx)
+			r.ContentLength = 10
+			r.Body = bodyFunc(func() error {
+				if stalls {
+					h.pool.running.each(func(j *job) { h.pool.cutFor(j, codeUploadStalled, "") })
+				}
+				leave()
+				return io.ErrUnexpectedEOF
+			})
+			require.NoError(t, h.ServeHTTP(w, r, nothing))
+			if !stalls {
+				require.Equal(t, statusClientLeft, w.Code)
+				return
+			}
+			require.Equal(t, http.StatusRequestTimeout, w.Code)
+			require.Contains(t, w.Body.String(), codeUploadStalled)
+		})
+	}
+}
+
+func TestRetryAfterIsAtMostAMinute(t *testing.T) {
+	h := newHandler(t)
+	for after, want := range map[time.Duration]string{time.Millisecond: "1", 7 * time.Second: "7", 59500 * time.Millisecond: "60", 10 * time.Minute: "60"} {
+		w, r := request("GET", "/work")
+		require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error {
+			return &failure{status: http.StatusServiceUnavailable, code: "queue_full", message: "later", retryAfter: after}
+		})))
+		require.Equal(t, want, w.Header().Get("Retry-After"), after)
+		var doc struct {
+			Error struct {
+				RetryAfter json.Number `json:"retry_after"`
+			} `json:"error"`
+		}
+		require.NoError(t, json.Unmarshal(w.Body.Bytes(), &doc))
+		require.Equal(t, want, doc.Error.RetryAfter.String(), after)
+	}
+}
+
+func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
+	_, here := request("GET", "/work")
+	gone, leave := context.WithCancel(here.Context())
+	leave()
+	left := here.WithContext(gone)
+	for name, c := range map[string]struct {
+		r             *http.Request
+		status        int
+		later         bool
+		err           error
+		died, cutByUs bool // it panicked; it ran out of its time, or was cut
+		want          scheduler.Outcome
+	}{
+		"it is answered":                           {r: here, status: 200, want: scheduler.Served},
+		"with an error of the server":              {r: here, status: 503, want: scheduler.Served},
+		"its client left before the answer":        {r: here, status: statusClientLeft, want: scheduler.NoAnswer},
+		"it has no answer":                         {r: here, want: scheduler.NoAnswer},
+		"its work goes on":                         {r: here, status: 202, later: true, want: scheduler.Accepted},
+		"its work may go on, though nobody waits":  {r: here, status: statusClientLeft, later: true, want: scheduler.Accepted},
+		"its work was refused":                     {r: here, status: 400, later: true, want: scheduler.Served},
+		"its server broke off":                     {r: here, status: 200, died: true, want: scheduler.ServerDied},
+		"its client left in the middle":            {r: left, status: 200, died: true, want: scheduler.Served},
+		"it was cut in the middle":                 {r: here, status: 200, died: true, cutByUs: true, want: scheduler.Served},
+		"it was cut before the answer":             {r: here, died: true, cutByUs: true, want: scheduler.NoAnswer},
+		"its server gave no answer":                {r: here, err: io.ErrUnexpectedEOF, want: scheduler.ServerDied},
+		"its server gave none in max_run":          {r: here, err: io.ErrUnexpectedEOF, cutByUs: true, want: scheduler.NoAnswer},
+		"its client left, which failed the server": {r: left, err: io.ErrUnexpectedEOF, want: scheduler.NoAnswer},
+		"its body was at fault":                    {r: here, err: storageFull(io.ErrShortWrite), want: scheduler.NoAnswer},
+	} {
+		j := &job{status: c.status, later: c.later}
+		require.Equal(t, c.want, j.outcome(c.r, c.err, !c.died, c.cutByUs), name)
+	}
+}
