@@ -24,6 +24,10 @@ type guest struct {
 	Dir      string   `json:"dir"`
 	Host     string   `json:"host"`
 	User     any      `json:"user"`
+
+	Env      map[string]any `json:"env"`
+	EnvClear bool           `json:"env_clear"`
+	EnvPass  []string       `json:"env_pass"`
 }
 
 func readGuest(raw json.RawMessage) (g guest) {
@@ -108,6 +112,7 @@ func judgePorts(f *facts) (out []Finding) {
 			continue
 		}
 		out = append(out, f.judgeCommand(c, g)...)
+		out = append(out, f.judgeSecrets(c, g)...)
 		if c.Upstream == "" {
 			span := orWord(g.Ports, defaultPorts)
 			spans[span] = append(spans[span], c)
