@@ -142,6 +142,19 @@ func (f *fixture) cycle(name string, takes gpu.Bytes) {
 	f.requireState(name, Idle)
 }
 
+// A card may be replaced by a smaller one, or lend a part of its memory to a virtual machine.
+func TestWhatWasSeenOfASlotIsBoundedByTheCardAsItIsNow(t *testing.T) {
+	f := given(t, 16384, server("a", 4096))
+	f.cycle("a", 15000)
+	require.Equal(t, 15000*gpu.MiB, f.slot("a").Claim)
+	f.cards[0].Total, f.cards[0].Free = 8192*gpu.MiB, 8192*gpu.MiB
+	f.sample()
+	require.LessOrEqual(t, f.slot("a").Claim, 8192*gpu.MiB, "it could never be loaded again")
+	h := f.submit("a")
+	f.loaded("a")
+	require.True(t, h.running)
+}
+
 func TestK9_OneSpikeNeitherShutsAConsumerOutNorLasts(t *testing.T) {
 	f := given(t, 16384, server("a", 4096), server("pin", 2000, pinned))
 	f.free(16084) // a desktop

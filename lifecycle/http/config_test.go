@@ -243,3 +243,12 @@ func TestAnExcerptIsShortAndOneLine(t *testing.T) {
 	assert.Greater(t, len(excerpt), 150)
 	assert.NotContains(t, excerpt, "\n")
 }
+
+func TestWhatTellsThatTheServerWorksIsGivenOnce(t *testing.T) {
+	_, err := provision(t, `{"busy":{"path":"/b","busy":"$.n","busy_metrics":["x"]}}`)
+	require.ErrorContains(t, err, "busy: busy and busy_metrics are both given: keep one")
+	for _, one := range []string{`"busy":"$.n"`, `"busy_metrics":["x"]`} {
+		_, err := provision(t, `{"busy":{"path":"/b",`+one+`}}`)
+		require.NoError(t, err, one)
+	}
+}

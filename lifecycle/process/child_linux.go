@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"os/exec"
 	"runtime"
@@ -141,11 +142,15 @@ func (c *child) run(started chan<- error) {
 }
 
 // fork starts the server. The thread's ambient capabilities, such as the one to
-// listen at port 80, are Caddy's alone.
+// listen at port 80, are Caddy's alone, and so are all files but the server's standard ones. Go opens files so that they
+// end with an exec; those that Caddy inherits, or that C libraries open, may not.
 func (c *child) fork() error {
 	err := unix.Prctl(unix.PR_CAP_AMBIENT, unix.PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
 	if err != nil && !errors.Is(err, unix.EINVAL) { // EINVAL: the kernel knows none
 		return fmt.Errorf("the capabilities of Caddy can't be kept from the server: %w", err)
+	}
+	if err := unix.CloseRange(3, math.MaxInt32, unix.CLOSE_RANGE_CLOEXEC); err != nil && !errors.Is(err, unix.ENOSYS) && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.EPERM) { // Linux before 5.11, or a sandbox that does not know it
+		return fmt.Errorf("the files of Caddy can't be kept from the server: %w", err)
 	}
 	return c.cmd.Start()
 }

@@ -6,9 +6,11 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strconv"
@@ -371,6 +373,45 @@ func TestTheServerGetsNoneOfCaddysCapabilities(t *testing.T) {
 	require.Contains(t, its, "CapAmb:\t0000000000000000")
 	require.Contains(t, its, "CapEff:\t0000000000000000")
 	require.Contains(t, its, "CapPrm:\t0000000000000000")
+}
+
+// The listeners that systemd gives Caddy, and the files of C libraries, do not close at an exec by themselves.
+func TestTheServerGetsNoneOfCaddysFiles(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "inherited")
+	inherited, err := syscall.Open(path, syscall.O_RDWR|syscall.O_CREAT, 0o600) // without O_CLOEXEC
+	require.NoError(t, err)
+	defer func() { _ = syscall.Close(inherited) }()
+	o := open(t, settings(onPort()))
+	pid := o.load(t)
+	its := filesOf(t, pid)
+	require.Equal(t, os.DevNull, its["0"])
+	require.Contains(t, its["1"], "pipe:")
+	require.Contains(t, its["2"], "pipe:")
+	for fd, file := range its {
+		if fd > "2" || len(fd) > 1 { // the test's server has opened these itself, to listen and to see its CPUs
+			require.Regexp(t, `^(socket:|anon_inode:|/sys/fs/cgroup/)`, file, "file %s of %v", fd, its)
+		}
+	}
+	group := process.GroupOf(pid)
+	require.Len(t, group, 2, "it has a guard")
+	for _, member := range group {
+		require.NotContains(t, slices.Collect(maps.Values(filesOf(t, member))), path)
+	}
+}
+
+// filesOf returns what the files of a process are, by descriptor.
+func filesOf(t *testing.T, pid int) map[string]string {
+	t.Helper()
+	folder := fmt.Sprintf("/proc/%d/fd/", pid)
+	entries, err := os.ReadDir(folder)
+	require.NoError(t, err)
+	files := map[string]string{}
+	for _, e := range entries {
+		if files[e.Name()], err = os.Readlink(folder + e.Name()); err != nil {
+			delete(files, e.Name()) // it is closed by now
+		}
+	}
+	return files
 }
 
 func TestTheServerRunsAsItsUser(t *testing.T) {

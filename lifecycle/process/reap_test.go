@@ -208,8 +208,11 @@ func TestARecordThatCantBeReadIsToldAndDoesNotKeepTheOthersFromBeingReaped(t *te
 	require.NoError(t, process.Forge(dir, "MARK", process.BootID(), os.Getpid(), pid, 1, process.StartOf(pid)))
 	broken := filepath.Join(dir, "processes", "OTHER.json")
 	require.NoError(t, os.WriteFile(broken, []byte("{"), 0o600))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "processes", "A.note"), nil, 0o600)) // which is no record
+	require.NoError(t, os.Symlink("nowhere", filepath.Join(dir, "processes", "B.json")))    // as if its owner had just removed it
 	n, err := process.Reap(dir, zap.NewNop())
 	require.ErrorContains(t, err, broken)
+	require.NotContains(t, err.Error(), "B.json")
 	require.Equal(t, 1, n)
 	gone(t, pid)
 }
