@@ -1,12 +1,14 @@
 package modelserver
 
 import (
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"net/http/httputil"
 	"net/url"
+	"strings"
 	"sync"
 	"time"
 )
@@ -16,6 +18,9 @@ const FrontHeader = "X-Client"
 
 // FrontKind is the header of a Front's answer that says what the request has reached.
 const FrontKind = "X-Reached"
+
+// FrontHalf begins the FrontHeader of requests whose body never comes whole.
+const FrontHalf = "half-"
 
 // Front stands before a pretending server and takes its clients' requests as the real server would: it matches their paths
 // by the real one's rules against a table of its routes, and notes what they reach. What the broker itself asks is passed on.
@@ -35,7 +40,7 @@ type Front struct {
 // maxFaults bounds what is kept of them.
 const maxFaults = 20
 
-// NewFront makes one that listens. strict: what computes while no model is loaded is a fault. The caller must Close it.
+// NewFront makes one that listens. strict: what computes while no model is loaded, or not the one that it names, is a fault. The caller must Close it.
 func NewFront(s *Server, routes []Route, strict bool) (*Front, error) {
 	target, err := url.Parse(s.URL())
 	if err != nil {
@@ -80,18 +85,30 @@ func (f *Front) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	kind := f.server.opts.Manner.Match(f.routes, r.Method, r.RequestURI, r.Header)
+	ready := f.loaded()
 	f.mu.Lock()
 	f.count[kind]++
 	switch {
 	case kind == KindBlocked:
 		f.fault("%s %s is blocked and was reached", r.Method, r.RequestURI)
-	case kind == KindComputes && f.strict && !f.loaded():
+	case kind == KindComputes && f.strict && len(ready) == 0:
 		f.fault("%s %s computes, and no model is loaded", r.Method, r.RequestURI)
+	case kind == KindComputes && strings.HasPrefix(r.Header.Get(FrontHeader), FrontHalf):
+		f.fault("%s %s computes, and its body has not come whole", r.Method, r.RequestURI)
 	}
 	f.mu.Unlock()
 	w.Header().Set(FrontKind, kind)
-	if _, err := io.Copy(io.Discard, r.Body); err != nil {
+	body, err := io.ReadAll(r.Body)
+	if err != nil {
 		panic(http.ErrAbortHandler)
+	}
+	var named struct{ Model string }
+	if kind == KindComputes && f.strict && json.Unmarshal(body, &named) == nil {
+		if _, has := f.server.opts.Models[named.Model]; has && !ready[named.Model] {
+			f.mu.Lock()
+			f.fault("%s %s computes with %q, which is not loaded", r.Method, r.RequestURI, named.Model)
+			f.mu.Unlock()
+		}
 	}
 	if kind == "" {
 		w.WriteHeader(http.StatusNotFound)
@@ -107,11 +124,13 @@ func (f *Front) fault(format string, args ...any) {
 	}
 }
 
-func (f *Front) loaded() bool {
+// loaded returns the names of the models that are loaded.
+func (f *Front) loaded() map[string]bool {
+	out := map[string]bool{}
 	for _, m := range f.server.Report(false).Models {
 		if m.State == loaded.String() {
-			return true
+			out[m.Name] = true
 		}
 	}
-	return false
+	return out
 }

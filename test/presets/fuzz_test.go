@@ -25,7 +25,7 @@ import (
 
 // `go test ./test/presets -run TestE2 -routes.time 10m -routes.seed 7` sends random requests for longer, or others.
 var (
-	fuzzTime = flag.Duration("routes.time", time.Minute, "for how long TestE2 sends random requests")
+	fuzzTime = flag.Duration("routes.time", 50*time.Second, "for how long TestE2 sends random requests")
 	fuzzSeed = flag.Uint64("routes.seed", 1, "what TestE2's requests are made from")
 )
 
@@ -39,7 +39,8 @@ type fuzzed struct {
 
 // TestE2_RandomRequestsReachNothingThatTheyMust notices what random methods, paths, bodies and encodings, whole and half, do to a
 // site with each preset before a server that matches paths as the real one does: nothing computes without a turn, nothing blocked is
-// reached, and no server is asked to compute while its model is not loaded.
+// reached, no server is asked to compute while its model is not loaded, or by a body that never comes whole, and an upload that
+// stalls delays no other consumer.
 func TestE2_RandomRequestsReachNothingThatTheyMustNot(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
@@ -48,6 +49,7 @@ func TestE2_RandomRequestsReachNothingThatTheyMustNot(t *testing.T) {
 	s := &site{Caddy: caddytest.New(t, t.TempDir()), t: t, url: "http://" + caddytest.FreeAddr(t)}
 	s.Broker = s.url + "/gpu"
 	all := fuzzSite(t, s)
+	stalledUploads(t, s, all)
 
 	var wg sync.WaitGroup
 	tally := make([]fuzzTally, 4)
@@ -87,6 +89,67 @@ func TestE2_RandomRequestsReachNothingThatTheyMustNot(t *testing.T) {
 	}
 }
 
+// maxDelay bounds what a stalled upload may add to the time of another consumer's request.
+const maxDelay = 200 * time.Millisecond
+
+// stalledUploads begins an upload at each server in turn, which stalls, and asks another one meanwhile. A delay that comes from the
+// upload comes each time; what comes from a busy machine does not.
+func stalledUploads(t *testing.T, s *site, all []fuzzed) {
+	t.Helper()
+	r := rand.New(rand.NewPCG(*fuzzSeed, 99))
+	addr := strings.TrimPrefix(s.url, "http://")
+	ask := func(f fuzzed, route modelserver.Route) time.Duration {
+		began := time.Now()
+		req, err := http.NewRequest(route.Method, s.url+route.Path, strings.NewReader(`{"model":"`+two+`"}`))
+		require.NoError(t, err)
+		req.Header.Set("X-Site", f.name)
+		req.Header.Set("Content-Type", "application/json")
+		req.Header.Set(modelserver.FrontHeader, "beside a stalled upload")
+		resp, err := s.Client.Do(req)
+		require.NoError(t, err)
+		_, err = io.Copy(io.Discard, resp.Body)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+		return time.Since(began)
+	}
+	computes := func(f fuzzed) (list []modelserver.Route) {
+		for _, route := range f.routes {
+			if route.Kind == modelserver.KindComputes && route.Method == http.MethodPost && !strings.ContainsAny(route.Path, "*{<: ") {
+				list = append(list, route)
+			}
+		}
+		return list
+	}
+	tried := 0
+	for i, f := range all {
+		other := all[(i+1+r.IntN(len(all)-1))%len(all)]
+		uploads, asked := computes(f), computes(other)
+		if len(uploads) == 0 || len(asked) == 0 {
+			continue
+		}
+		tried++
+		upload, route := uploads[r.IntN(len(uploads))], asked[r.IntN(len(asked))]
+		least := caddytest.Patience
+		for range 3 {
+			plain := ask(other, route) // and it is warm now
+			conn, err := net.DialTimeout("tcp", addr, caddytest.Patience)
+			require.NoError(t, err)
+			size := []int{10, 1000, 60_000, 90_000, 2_000_000}[r.IntN(5)]
+			length := []string{fmt.Sprintf("Content-Length: %d\r\n\r\n", size), fmt.Sprintf("Transfer-Encoding: chunked\r\n\r\n%x\r\n", size)}[r.IntN(2)]
+			_, err = fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: %s\r\nX-Site: %s\r\nContent-Type: application/json\r\n%s: %sstalled\r\n%s{\"model\":", upload.Path, addr, f.name, modelserver.FrontHeader, modelserver.FrontHalf, length)
+			require.NoError(t, err)
+			time.Sleep(20 * time.Millisecond) // the site has its head by then
+			least = min(least, ask(other, route)-plain)
+			require.NoError(t, conn.Close())
+			if least <= maxDelay {
+				break
+			}
+		}
+		assert.LessOrEqual(t, least, maxDelay, "%s %s stalls at %s, and delays %s of %s", upload.Method, upload.Path, f.name, route.Path, other.name)
+	}
+	require.Greater(t, tried, len(all)/2, "most presets have a route that computes")
+}
+
 // fuzzSite runs a Caddy with each preset. Half of the servers have two models by name, where they can. They are unloaded soon after use.
 func fuzzSite(t *testing.T, s *site) (all []fuzzed) {
 	t.Helper()
@@ -105,7 +168,7 @@ func fuzzSite(t *testing.T, s *site) (all []fuzzed) {
 		}
 		server := s.Pretend(o)
 		table := fuzzRoutes(t, k)
-		front, err := modelserver.NewFront(server, table, k.routes.Load != nil && k.About.Models == "" && name != "koboldcpp" && name != "chatterbox-tts-api")
+		front, err := modelserver.NewFront(server, table, k.routes.Load != nil && name != "koboldcpp" && name != "chatterbox-tts-api")
 		require.NoError(t, err)
 		t.Cleanup(func() { _ = front.Close() })
 		all = append(all, fuzzed{name, table, front, server})
@@ -176,8 +239,11 @@ func (c *fuzzClient) send(f fuzzed, id string) {
 	route := f.routes[c.r.IntN(len(f.routes))]
 	method, target, headers := c.spell(route)
 	body := c.body()
+	half := c.r.IntN(20) == 0 && len(body) > 1 && !strings.Contains(headers, "Upgrade:")
+	if half {
+		id = modelserver.FrontHalf + id
+	}
 	text := fmt.Sprintf("%s %s HTTP/1.1\r\nHost: %s\r\nX-Site: %s\r\n%s: %s\r\n%s", method, target, c.addr, f.name, modelserver.FrontHeader, id, headers)
-	half := c.r.IntN(20) == 0 && len(body) > 1
 	switch chunked := c.r.IntN(4) == 0; {
 	case strings.Contains(headers, "Upgrade:"):
 		text += "\r\n"
