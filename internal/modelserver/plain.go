@@ -1,6 +1,7 @@
 package modelserver
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
@@ -65,7 +66,11 @@ func (p *plain) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	defer done()
 	if p.l.s.options().WorksOn {
-		w = heedless{w}
+		body, err := io.ReadAll(r.Body) // work begins once the request is there
+		if err != nil {
+			panic(http.ErrAbortHandler)
+		}
+		w, r.Body = heedless{w}, io.NopCloser(bytes.NewReader(body))
 	}
 	switch {
 	case r.Method == http.MethodOptions:
