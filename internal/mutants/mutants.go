@@ -609,6 +609,26 @@ var mutants = []mutant{
 		new: "",
 	},
 	{
+		name: "a server inherits Caddy's files", dir: "lifecycle/process", file: "child_linux.go", tests: "TestTheServerGetsNoneOfCaddysFiles",
+		old: "unix.CloseRange(3, math.MaxInt32,",
+		new: "unix.CloseRange(math.MaxInt32, math.MaxInt32,",
+	},
+	{
+		name: "what is no record hides the records after it", dir: "lifecycle/process", file: "record_linux.go", tests: "TestARecordThatCantBeRead",
+		old: "\t\tif !ok {\n\t\t\tcontinue",
+		new: "\t\tif !ok {\n\t\t\tbreak",
+	},
+	{
+		name: "busy is told in two ways", dir: "lifecycle/http", file: "compile.go", tests: "TestWhatTellsThatTheServerWorks",
+		old: "\tcase in.Busy != \"\" && both:",
+		new: "\tcase false:",
+	},
+	{
+		name: "a card that has shrunk does not lower what is claimed on it", file: "observe.go", tests: "TestWhatWasSeenOfASlotIsBounded",
+		old: "changed = changed || c.Total != d.Total",
+		new: "changed = changed && c.Total != d.Total",
+	},
+	{
 		name: "the longest name of a form's field is not read",
 		dir:  "routing",
 		file: "form.go",
