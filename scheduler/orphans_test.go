@@ -18,12 +18,19 @@ func (f *fixture) leaves(h *handle, o Outcome) {
 	h.running = false
 }
 
+// besideNext is a world in which a server and another, next, are both loaded.
+func besideNext(t *testing.T, name string, set ...func(*SlotConfig)) *fixture {
+	t.Helper()
+	f := given(t, 24576, server(name, 8000, set...), server("next", 8000))
+	f.warm(name, 8000)
+	f.warm("next", 8000)
+	return f
+}
+
 func TestK8_TheLockStaysUntilTheBusyRouteSaysIdle(t *testing.T) {
 	for name, o := range map[string]Outcome{"before the answer": NoAnswer, "in its middle": Served} {
 		t.Run(name, func(t *testing.T) {
-			f := given(t, 24576, server("swama", 8000, asksBusy), server("next", 8000))
-			f.warm("swama", 8000)
-			f.warm("next", 8000)
+			f := besideNext(t, "swama", asksBusy)
 			f.works["swama"] = true
 			f.leaves(f.submit("swama"), o)
 			h := f.submit("next")
@@ -48,9 +55,7 @@ func TestK8_TheNextJobOfTheSameSlotEntersAtOnce(t *testing.T) {
 }
 
 func TestK8_AServerThatStopsIsLeftWithOneQuestion(t *testing.T) {
-	f := given(t, 24576, server("llama", 8000, asksBusy), server("next", 8000))
-	f.warm("llama", 8000)
-	f.warm("next", 8000)
+	f := besideNext(t, "llama", asksBusy)
 	f.leaves(f.submit("llama"), NoAnswer)
 	f.requireRunning(f.submit("next"))
 }
@@ -72,9 +77,7 @@ func TestK8_ItIsNotUnloadedWhileItWorksForOneWhoLeft(t *testing.T) {
 func TestK8_TheHoldIsBoundedByDrainTimeout(t *testing.T) {
 	for name, set := range map[string]func(*SlotConfig){"with a busy route": asksBusy, "without": worksOn} {
 		t.Run(name, func(t *testing.T) {
-			f := given(t, 24576, server("swama", 8000, set), server("next", 8000))
-			f.warm("swama", 8000)
-			f.warm("next", 8000)
+			f := besideNext(t, "swama", set)
 			f.works["swama"] = true
 			f.leaves(f.submit("swama"), NoAnswer)
 			h := f.submit("next")
@@ -104,17 +107,13 @@ func TestK8_WorkThatWasAcceptedIsNotBounded(t *testing.T) {
 }
 
 func TestK8_WithoutABusyRouteAServerIsTakenToStop(t *testing.T) {
-	f := given(t, 24576, server("kokoro", 8000), server("next", 8000))
-	f.warm("kokoro", 8000)
-	f.warm("next", 8000)
+	f := besideNext(t, "kokoro")
 	f.leaves(f.submit("kokoro"), NoAnswer)
 	f.requireRunning(f.submit("next"))
 }
 
 func TestK8_ABusyRouteThatTellsNothingHoldsNothing(t *testing.T) {
-	f := given(t, 24576, server("tgi", 8000, asksBusy), server("next", 8000))
-	f.warm("tgi", 8000)
-	f.warm("next", 8000)
+	f := besideNext(t, "tgi", asksBusy)
 	f.slow["tgi"] = true
 	f.leaves(f.submit("tgi"), NoAnswer)
 	h := f.submit("next")
@@ -127,9 +126,7 @@ func TestK8_ABusyRouteThatTellsNothingHoldsNothing(t *testing.T) {
 func TestK8_WhatNeverReachedTheServerHoldsNothing(t *testing.T) {
 	for name, o := range map[string]Outcome{"refused": DialRefused, "died": ServerDied} {
 		t.Run(name, func(t *testing.T) {
-			f := given(t, 24576, server("swama", 8000, worksOn), server("next", 8000))
-			f.warm("swama", 8000)
-			f.warm("next", 8000)
+			f := besideNext(t, "swama", worksOn)
 			f.leaves(f.submit("swama"), o)
 			require.Zero(t, f.slot("swama").Held)
 			f.requireRunning(f.submit("next"))
@@ -138,9 +135,7 @@ func TestK8_WhatNeverReachedTheServerHoldsNothing(t *testing.T) {
 }
 
 func TestK8_ADeadServerWorksForNobody(t *testing.T) {
-	f := given(t, 24576, server("swama", 8000, worksOn), server("next", 8000))
-	f.warm("swama", 8000)
-	f.warm("next", 8000)
+	f := besideNext(t, "swama", worksOn)
 	f.leaves(f.submit("swama"), NoAnswer)
 	h := f.submit("next")
 	f.step(Probed{Slot: "swama", Sent: f.now, Outcome: ProbeRefused, Detail: "connection refused"})

@@ -1,6 +1,9 @@
 package e2e
 
 import (
+	"os"
+	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -64,6 +67,40 @@ func TestN1_RoutesThatPassTheBrokerUnseenAreToldWhenTheyAreLoaded(t *testing.T) 
 		assert.Equal(t, 1, strings.Count(log, want), "%s in\n%s", want, log)
 	}
 	assert.Equal(t, 3, strings.Count(log, `"route":"apps.http.servers.srv0.`), log)
+}
+
+func TestN1_ValidateTellsOfRoutesThatPassTheBrokerUnseen(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{{Options: modelserver.Options{Name: "llm", VRAM: 2 * gpu.GiB, Manner: modelserver.ComfyUI}}}})
+	good, err := os.ReadFile(filepath.Join(s.dir, "Caddyfile"))
+	require.NoError(t, err)
+	validate := func(text string) (said string, err error) {
+		path := filepath.Join(t.TempDir(), "Caddyfile")
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o644))
+		cmd := exec.Command(s.cmd.Path, "validate", "--config", path, "--adapter", "caddyfile")
+		cmd.Env = s.cmd.Env
+		out, err := cmd.CombinedOutput()
+		return string(out), err
+	}
+	with := func(lines string) string {
+		return strings.Replace(string(good), "handle /gpu/*", lines+"\nhandle /gpu/*", 1)
+	}
+	said, err := validate(string(good))
+	require.NoError(t, err, said)
+	require.NotContains(t, said, "gpu_broker before it")
+	for lines, want := range map[string]string{
+		"handle /past/* {\nreverse_proxy " + s.servers["llm"].Addr() + "\n}":                                   "with no gpu_broker before it",
+		"route /deep/* {\ngpu_broker llm\nuri strip_prefix /deep\nreverse_proxy {http.gpu_broker.upstream}\n}": "uri strip_prefix /deep comes after it",
+		"handle /misspelt/* {\ngpu_broker llm\nreverse_proxy {http.gpu_broker.upstrem}\n}":                     "did you mean {http.gpu_broker.upstream}?",
+	} {
+		said, err := validate(with(lines))
+		require.NoError(t, err, said)
+		require.Contains(t, said, want, lines)
+	}
+	// A configuration that fails is not walked: its apps are not all there.
+	said, err = validate(with("handle /past/* {\ngpu_broker nobody\nreverse_proxy " + s.servers["llm"].Addr() + "\n}"))
+	require.Error(t, err)
+	require.NotContains(t, said, "with no gpu_broker before it")
 }
 
 func TestK7_APinnedServerIsNotUnloadedThroughItsDouble(t *testing.T) {
