@@ -187,3 +187,38 @@ func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 		require.Equal(t, c.want, j.outcome(c.r, c.err, !c.died, c.cutByUs), name)
 	}
 }
+
+func TestARequestIsBrokenOffOnlyIfItEndsBeforeItsAnswer(t *testing.T) {
+	_, here := request("GET", "/work")
+	gone, leave := context.WithCancel(here.Context())
+	leave()
+	left := here.WithContext(gone)
+	for name, c := range map[string]struct {
+		inner     *http.Request
+		cut       bool
+		status    int
+		completed bool
+		want      bool
+	}{
+		"it is answered":                          {inner: here, status: 200, completed: true},
+		"its server failed":                       {inner: here, completed: true},
+		"its server broke off":                    {inner: here, status: 200},
+		"its client leaves after the answer":      {inner: left, status: 200, completed: true},
+		"its client leaves in the middle":         {inner: left, status: 200, want: true},
+		"its client leaves before the answer":     {inner: left, completed: true, want: true},
+		"its client leaves, as reverse_proxy has": {inner: left, status: statusClientLeft, completed: true, want: true},
+		"it is cut in the middle":                 {inner: here, cut: true, status: 200, want: true},
+		"it is cut before the answer":             {inner: here, cut: true, completed: true, want: true},
+	} {
+		j := &job{status: c.status}
+		j.isCut.Store(c.cut)
+		require.Equal(t, c.want, j.brokeOff(c.inner, c.completed), name)
+	}
+}
+
+func TestAServerThatCantBeReachedIsToldWithoutCaddysTrace(t *testing.T) {
+	const want = `the server of consumer "a" can't be reached: unexpected EOF`
+	require.EqualError(t, unhealthy("a", io.ErrUnexpectedEOF), want)
+	require.EqualError(t, unhealthy("a", caddyhttp.Error(http.StatusBadGateway, io.ErrUnexpectedEOF)), want)
+	require.NotContains(t, unhealthy("a", caddyhttp.HandlerError{StatusCode: http.StatusBadGateway}).Error(), "<nil>")
+}
