@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -52,6 +53,7 @@ type Handler struct {
 	app          *App
 	fixed        *target            // serves all requests; nil: byModel tells which
 	byModel      *byModel           // finds the consumer, or the model, of each request; nil: there is nothing to be found
+	sources      *routing.Sources   // where the requests of a consumer without models name one that is sent as another; nil: it isn't looked for
 	targets      map[string]*target // every consumer
 	plan         *routing.Plan      // what to look for in bodies; nil: nothing
 	priorityText string             // with placeholders; empty: it is the target's
@@ -109,13 +111,54 @@ func (h *Handler) provisionTargets() (err error) {
 		}
 		fields = h.byModel.sources.Fields()
 	}
-	if h.ReadsBody() || len(fields) > 0 {
+	if h.byModel == nil && h.renames() {
+		if h.StreamBody {
+			return errors.New("stream_body passes bodies on unread, but send_as, or as of a fallback, must read them: leave one of them out")
+		}
+		if h.sources, err = routing.NewSources(modelFrom(h.app.consumer(h.Consumer))); err != nil {
+			return err
+		}
+		fields = h.sources.Fields()
+	}
+	changed := h.changedFields()
+	if h.ReadsBody() || len(fields) > 0 || len(changed) > 0 {
 		h.plan, err = routing.NewPlan(fields, h.Metadata, h.TrustBody)
+	}
+	if err == nil && h.plan != nil {
+		err = h.plan.Mark(changed)
 	}
 	if err == nil && h.plan != nil && h.folds() {
 		h.plan.Fold()
 	}
 	return err
+}
+
+// renames reports whether a server that gets the requests of a route with one consumer, which has no models, is to know the model by another name.
+func (h *Handler) renames() bool {
+	t := h.fixed
+	if t.sent.renames() || len(t.sent.fallbackAs) > 0 {
+		return true
+	}
+	for _, to := range t.candidates {
+		if h.targets[to].sent.renames() {
+			return true
+		}
+	}
+	return false
+}
+
+// changedFields are the fields of JSON that models of the route change.
+func (h *Handler) changedFields() (fields []string) {
+	if h.byModel == nil {
+		return nil
+	}
+	for name, t := range h.targets {
+		if h.Consumer == "" || name == h.Consumer {
+			fields = append(fields, t.sent.fields()...)
+		}
+	}
+	slices.Sort(fields)
+	return slices.Compact(fields)
 }
 
 // folds reports whether a server that may get the route's requests takes fields of JSON in any case.
@@ -176,26 +219,27 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 // job is one request on its way. It is the response writer of next, so that it knows the status of the answer.
 type job struct {
 	caddyhttp.ResponseWriterWrapper
-	handler   *Handler
-	repl      *caddy.Replacer
-	target    *target // of the consumer that serves it
-	model     string  // … and which of its models, if it has several
-	asked     string  // the name by which its client asked for another name's model or for a consumer with fallbacks; empty: it goes as it is
-	askedOf   string  // the consumer that this names
-	turn      bool    // no list names it: at a consumer with models it loads nothing
-	submitted time.Time
-	body      *routing.Body
-	unread    bool           // its body did not come to its end
-	facts     *routing.Facts // what the body says; nil: it was not looked into
-	read      routing.Facts  // what facts points to
-	status    int
-	served    bool // next has answered it whole
-	lease     broker.Lease
-	leased    bool
-	entry     *logEntry // of the request log; nil: it has none, or it was made
-	said      []byte    // the beginning of the answer of one whose work outlives it
-	later     bool      // its work may outlive its answer
-	heart     *heart    // it waits, or has waited, with heartbeats; then this is the response writer
+	handler    *Handler
+	repl       *caddy.Replacer
+	target     *target // of the consumer that serves it
+	model      string  // … and which of its models, if it has several
+	asked      string  // the name by which its client asked for another name's model or for a consumer with fallbacks; empty: it goes as it is
+	askedOf    string  // the consumer that this names
+	translated bool    // what its server gets is settled
+	turn       bool    // no list names it: at a consumer with models it loads nothing
+	submitted  time.Time
+	body       *routing.Body
+	unread     bool           // its body did not come to its end
+	facts      *routing.Facts // what the body says; nil: it was not looked into
+	read       routing.Facts  // what facts points to
+	status     int
+	served     bool // next has answered it whole
+	lease      broker.Lease
+	leased     bool
+	entry      *logEntry // of the request log; nil: it has none, or it was made
+	said       []byte    // the beginning of the answer of one whose work outlives it
+	later      bool      // its work may outlive its answer
+	heart      *heart    // it waits, or has waited, with heartbeats; then this is the response writer
 
 	// Of the list of those that run.
 	next, prev *job
@@ -351,7 +395,7 @@ func (j *job) acquire(r *http.Request) error {
 		return err
 	}
 	j.admitted(lease)
-	j.translate(r)
+	j.translate(r, true)
 	return nil
 }
 

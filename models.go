@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -196,7 +195,7 @@ func (j *job) find(r *http.Request) (*target, error) {
 func (j *job) mayName(name string) (*target, error) {
 	if name != "" {
 		if who, ok := j.handler.byModel.names.Lookup(name); ok {
-			j.model = who.Model
+			j.means(name, who)
 		} else if consumer, model := j.handler.pool.broker.Holder(j.handler.byModel.only.Name, name); consumer != "" {
 			j.model = model
 		}
@@ -208,12 +207,7 @@ func (j *job) mayName(name string) (*target, error) {
 func (j *job) named(r *http.Request, name string) (*target, error) {
 	h, m := j.handler, j.handler.byModel
 	if who, ok := m.names.Lookup(name); ok {
-		j.model = who.Model
-		t := h.targets[who.Consumer]
-		if len(t.candidates) > 0 || who.Model != "" && !h.app.modelNames[who.Consumer].Same(name, who.Model) {
-			j.asked, j.askedOf = name, who.Consumer
-		}
-		return t, nil
+		return j.means(name, who), nil
 	}
 	if m.only != nil && m.only.VRAM > 0 {
 		offer := h.pool.broker.Offer(r.Context(), m.only.Name, name)
@@ -242,29 +236,15 @@ func (j *job) named(r *http.Request, name string) (*target, error) {
 	return nil, m.unknown(name)
 }
 
-// translate puts the name that the server knows in place of the one by which
-// the client asked: a model's own for its alias, and the first alias of a consumer that serves as a fallback,
-// unless the client's name is one of that consumer's. Nothing else of the request changes. It does so once.
-func (j *job) translate(r *http.Request) {
-	asked := j.asked
-	if j.asked = ""; asked == "" {
-		return
+// means notes what a name of the configuration means, and the name itself if the server may be sent another.
+func (j *job) means(name string, who routing.Found) *target {
+	h := j.handler
+	j.model = who.Model
+	t := h.targets[who.Consumer]
+	if len(t.candidates) > 0 || t.sent.byModel != nil || who.Model != "" && !h.app.modelNames[who.Consumer].Same(name, who.Model) {
+		j.asked, j.askedOf = name, who.Consumer
 	}
-	name := j.model
-	if j.target.name != j.askedOf {
-		name = ""
-		if known := j.target.known; len(known) > 0 && asked != j.target.name && !slices.Contains(known, asked) {
-			name = known[0]
-		}
-	}
-	if name == "" || name == asked {
-		return
-	}
-	j.handler.byModel.sources.Rename(r, asked, name)
-	if j.body != nil && j.facts != nil && slices.Contains(j.facts.Names, asked) {
-		j.body.Change(j.handler.plan, name, nil)
-		j.body.Rewind(r)
-	}
+	return t
 }
 
 // unknown is the error for a name that no consumer has.

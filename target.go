@@ -33,7 +33,8 @@ type target struct {
 	unloads     []unloadRule  // requests that give memory back
 	candidates  []string      // the ladder, this one being the first; nil: there is no other
 	known       []string      // names that its server knows, beside the consumer's
-	foldKeys    bool          // its server takes fields of JSON in any case
+	sent        sent
+	foldKeys    bool // its server takes fields of JSON in any case
 
 	placeholders caddy.ReplacerFunc // as they are for a request that did not wait
 	waited, ran  prometheus.Observer
@@ -70,6 +71,10 @@ func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
 	}
 	t.priority = h.PriorityRange.Clamp(t.priority)
 	ladder := c.Fallback
+	t.sent = newSent(c)
+	if len(h.Fallback) > 0 {
+		t.sent.fallbackAs = h.FallbackAs
+	}
 	if len(h.Fallback) > 0 {
 		ladder = slices.DeleteFunc(slices.Clone(h.Fallback), func(name string) bool { return name == c.Name })
 	}
@@ -112,7 +117,7 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 	case need == config.NeedsTouch:
 		h.pool.broker.Touch(t.name)
 	}
-	j.translate(r)
+	j.translate(r, false)
 	var err error
 	if isPreflight(r) {
 		err = j.passPreflight(w, r, next)

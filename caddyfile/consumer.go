@@ -70,7 +70,8 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 
 		"can_coexist_with": list(&c.CanCoexistWith, "CONSUMER ..."),
 		"conflicts_with":   consumerNames("conflicts_with", &c.ConflictsWith),
-		"fallback":         consumerNames("fallback", &c.Fallback),
+		"fallback":         fallback(&c.Fallback, &c.FallbackAs),
+		"send_as":          single(s, &c.SendAs, "NAME, or send_as client", sendAs),
 		"processes":        list(&c.Processes, "PROCESS ..."),
 
 		"pin":          flag(s, &c.Pin),
@@ -153,6 +154,10 @@ func readModel(c *config.Consumer) word {
 		s := newSaid(nil)
 		faults = append(faults, readBlock(d, "model", map[string]word{
 			"alias":        checkedList(&m.Alias, "NAME ...", config.CheckAlias),
+			"send_as":      single(s, &m.SendAs, "NAME, or send_as client", sendAs),
+			"set":          fieldValue(&m.Set),
+			"default":      fieldValue(&m.Default),
+			"strip":        checkedList(&m.Strip, "FIELD ...", config.CheckChangedField),
 			"vram":         single(s, &m.VRAM, "6GiB", someSize),
 			"pin":          flag(s, &m.Pin),
 			"keep_alive":   single(s, &m.KeepAlive, "5m", duration),

@@ -1,6 +1,7 @@
 package caddyfile
 
 import (
+	"encoding/json"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -91,6 +92,8 @@ func TestEveryFieldOfTheConfigHasItsWord(t *testing.T) {
 				continue
 			case "consumer": // stands after the directive
 				continue
+			case "fallback_as": // stands in the block of fallback
+				continue
 			case "auto_models":
 				name = "models"
 			case "consumers", "models", "unload_requests":
@@ -159,4 +162,33 @@ func FuzzParsingEndsInAConfigOrAnError(f *testing.F) {
 			roundTrip(t, caddyconfig.JSON(r, nil), new(Route))
 		}
 	})
+}
+
+func TestN3_WhatAServerIsSentIsReadFromTheCaddyfile(t *testing.T) {
+	text := func(model, fallback string) string {
+		return "gpu_broker {\nconsumer hosted {\ncloud\n}\nconsumer a {\nfallback " + fallback + "\nmodel m {\n" + model + "\n}\n}\n}"
+	}
+	b, err := ParseGlobal(caddyfile.NewTestDispenser(text("send_as client\nset t 0.5\nset s \"7b x\"\nset q `\"5\"`\ndefault o `{\"a\":[1]}`\nstrip b c", "hosted {\nas gpt\n}")), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, _ := json.Marshal(b.Consumers[1])
+	for _, want := range []string{`"fallback":["hosted"],"fallback_as":{"hosted":"gpt"}`, `"send_as":"client"`,
+		`"set":{"q":"5","s":"7b x","t":0.5}`, `"default":{"o":{"a":[1]}}`, `"strip":["b","c"]`} {
+		if !strings.Contains(string(out), want) {
+			t.Errorf("%s lacks %s", out, want)
+		}
+	}
+	for want, tc := range map[string][2]string{
+		"fallback: after is not supported yet: leave it out; a fallback is taken where the consumer can't serve without unloading another, at Testfile:7": {"vram 1GiB", "hosted {\nafter 20s\n}"},
+		"write fallback CONSUMER { as NAME }, once for each, at Testfile:6":                                                                               {"vram 1GiB", "hosted other {\nas x\n}"},
+		"set t is set twice, to 1 and to 2: leave one of them out, at Testfile:9":                                                                         {"set t 1\nset t 2", "hosted"},
+		"write set FIELD VALUE, as in set temperature 0.7, at Testfile:8":                                                                                 {"set t", "hosted"},
+		"write send_as NAME, or send_as client, at Testfile:8":                                                                                            {"send_as", "hosted"},
+	} {
+		_, err := ParseGlobal(caddyfile.NewTestDispenser(text(tc[0], tc[1])), nil)
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("error %v, want %q", err, want)
+		}
+	}
 }

@@ -61,6 +61,8 @@ type Route struct {
 	KeepAlive caddy.Duration `json:"keep_alive,omitempty"`
 	// Consumers that may serve these requests instead. Default: the consumer's.
 	Fallback []string `json:"fallback,omitempty"`
+	// The model's name that a fallback gets with these requests, by the fallback's name. Default: the consumer's, where the fallbacks are.
+	FallbackAs map[string]string `json:"fallback_as,omitempty"`
 	// These requests never go to a fallback. Default: the consumer's.
 	PinPrimary bool `json:"pin_primary,omitempty"`
 	// How often a client that waits for an event stream gets a comment line, so that it and what stands between hold on. Default: 0, never.
@@ -125,7 +127,7 @@ func routeWords(r *Route, s *said) map[string]word {
 		"keep_alive":     single(s, &r.KeepAlive, "5m", someDuration),
 		"keep_alive_max": single(s, &r.KeepAliveMax, "10m", someDuration),
 		"cooldown_max":   single(s, &r.CooldownMax, "1m", someDuration),
-		"fallback":       consumerNames("fallback", &r.Fallback),
+		"fallback":       fallback(&r.Fallback, &r.FallbackAs),
 		"pin_primary":    flag(s, &r.PinPrimary),
 		"heartbeat":      single(s, &r.Heartbeat, "15s", offOrDuration),
 	}
@@ -187,6 +189,7 @@ func (r *Route) Check() error {
 			add(fmt.Errorf("priority_range: %w", err))
 		}
 	}
+	add(config.CheckFallbackAs(r.FallbackAs, r.Fallback))
 	for _, field := range r.Metadata {
 		add(checkMetadata(field))
 	}

@@ -71,6 +71,9 @@ func (f *faults) checkAmong(b *Broker) {
 				f.add(who, "conflicts_with names %s, though can_coexist_with keeps the two together: leave one of them out", name)
 			}
 		}
+		if err := CheckFallbackAs(c.FallbackAs, c.Fallback); err != nil {
+			f.add(who, "%w", err)
+		}
 		for _, name := range c.Fallback {
 			if name == c.Name {
 				f.add(who, "fallback names the consumer itself: it is always asked first; leave that out")

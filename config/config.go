@@ -137,6 +137,9 @@ type Consumer struct {
 	Name string `json:"name"`
 	// Other names by which requests may ask for it, such as `qwen2.5:7b`.
 	Alias []string `json:"alias,omitempty"`
+	// The model's name that its server gets, in place of the one that the client sent: for a server that knows one name only. `client`: always the
+	// client's. Default: the client's, and where it serves as another consumer's fallback, its first alias. For consumers without models.
+	SendAs string `json:"send_as,omitempty"`
 	// What is known of a kind of server, such as `ollama` or `comfyui`: `caddy gpu-broker presets` lists them all. With a
 	// slash or a dot in it, it is the path of a file of your own, in the same form. Everything in a preset can be overridden here:
 	// objects are merged, lists and single values replace the preset's, and a route of the lifecycle with another
@@ -182,6 +185,8 @@ type Consumer struct {
 	ConflictsWith []string `json:"conflicts_with,omitempty"`
 	// Consumers that may serve its requests instead, while it can't be used without unloading another: the first that is loaded does.
 	Fallback []string `json:"fallback,omitempty"`
+	// The model's name that a fallback gets with this consumer's requests, by the fallback's name. Default: the fallback's send_as, else its first alias.
+	FallbackAs map[string]string `json:"fallback_as,omitempty"`
 	// Its requests never go to a fallback.
 	PinPrimary bool `json:"pin_primary,omitempty"`
 	// It runs elsewhere and needs nothing of this host: no memory, no lock, no waiting, no loads.
@@ -266,6 +271,14 @@ type Model struct {
 	Name string `json:"name"`
 	// Other names by which requests may ask for it. The server gets the model's own name instead.
 	Alias []string `json:"alias,omitempty"`
+	// The name that the server gets in place of the one that the client sent. `client`: the client's own. Default: the model's name.
+	SendAs string `json:"send_as,omitempty"`
+	// Fields at the top of JSON bodies that get this value, whatever the client sent. Every other byte of the body stays. Default: none.
+	Set map[string]json.RawMessage `json:"set,omitempty"`
+	// Fields at the top of JSON bodies that get this value if the client sent none, or null. Default: none.
+	Default map[string]json.RawMessage `json:"default,omitempty"`
+	// Fields that are taken out of the top of JSON bodies. Default: none.
+	Strip []string `json:"strip,omitempty"`
 	// How much GPU memory it takes. Default: the consumer's.
 	VRAM gpu.Bytes `json:"vram,omitempty"`
 	// Never unloaded for others, and never when idle. Default: the consumer's.

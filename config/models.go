@@ -60,6 +60,14 @@ func (f *faults) checkModels(who string, c *Consumer, b *Broker) {
 	if c.AutoModels && c.VRAM == 0 && b.Scheduler == Evicting && !c.Cloud {
 		f.add(who, "models auto needs vram: say how much GPU memory a model takes that was not measured yet, as in vram 6GiB")
 	}
+	if c.SendAs != "" {
+		if err := CheckSendAs(c.SendAs); err != nil {
+			f.add(who, "%w", err)
+		}
+		if c.HasModels() {
+			f.add(who, "send_as is for consumers without models: write it in the block of the model that it is for")
+		}
+	}
 	seen := map[string]bool{}
 	for i, m := range c.Models {
 		if m == nil {
@@ -81,6 +89,7 @@ func (f *faults) checkModels(who string, c *Consumer, b *Broker) {
 				f.add(at, "%w", err)
 			}
 		}
+		f.checkSent(at, c, m)
 		f.size(at, "vram", m.VRAM)
 		if m.VRAM == 0 && c.VRAM == 0 && b.Scheduler == Evicting {
 			f.add(at, "vram is missing: say how much GPU memory it takes, as in vram 6GiB, here or at its consumer")

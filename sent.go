@@ -1,0 +1,140 @@
+package gpubroker
+
+import (
+	"encoding/json"
+	"maps"
+	"net/http"
+	"slices"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/routing"
+)
+
+// sent is what a server gets instead of what its clients send.
+type sent struct {
+	byModel    map[string]*sentModel // the empty name stands for a consumer without models; nil: all goes by default
+	fallbackAs map[string]string     // the model's name that a fallback gets
+}
+
+type sentModel struct {
+	as     string          // the name that the server gets, or config.SendClient; empty: the default
+	change *routing.Change // nil: none
+}
+
+func newSent(c *config.Consumer) sent {
+	s := sent{fallbackAs: c.FallbackAs}
+	add := func(model string, m *sentModel) {
+		if m.as == "" && m.change == nil {
+			return
+		}
+		if s.byModel == nil {
+			s.byModel = map[string]*sentModel{}
+		}
+		s.byModel[model] = m
+	}
+	add("", &sentModel{as: c.SendAs})
+	for _, m := range c.Models {
+		add(m.Name, &sentModel{as: m.SendAs, change: newChange(m, c.FoldKeys)})
+	}
+	return s
+}
+
+// newChange is what a model changes in JSON bodies; nil: nothing.
+func newChange(m *config.Model, foldKeys bool) *routing.Change {
+	if len(m.Set)+len(m.Default)+len(m.Strip) == 0 {
+		return nil
+	}
+	fields := func(values map[string]json.RawMessage) (out []routing.Field) {
+		for _, name := range slices.Sorted(maps.Keys(values)) {
+			out = append(out, routing.Field{Name: name, Value: string(values[name])})
+		}
+		return out
+	}
+	return &routing.Change{Set: fields(m.Set), Default: fields(m.Default), Strip: m.Strip, FoldKeys: foldKeys}
+}
+
+// fields are those of JSON that are changed for any model.
+func (s *sent) fields() (all []string) {
+	for _, m := range s.byModel {
+		if m.change != nil {
+			all = append(all, m.change.Fields()...)
+		}
+	}
+	return all
+}
+
+// renames reports whether the server of a consumer without models gets a name of the configuration's.
+func (s *sent) renames() bool {
+	m := s.byModel[""]
+	return m != nil && m.as != "" && m.as != config.SendClient
+}
+
+// translate puts the name that the server knows in place of the one by which the client asked, and, where the request
+// computes, changes the fields of its body that the model's configuration changes. Nothing else of the request changes. It does so once.
+func (j *job) translate(r *http.Request, computes bool) {
+	if j.translated {
+		return
+	}
+	h, t := j.handler, j.target
+	asked, sources := j.asked, h.sources
+	if h.byModel != nil {
+		sources = h.byModel.sources
+	} else if sources != nil {
+		asked, _ = sources.Find(r, j.facts) // what can't be told apart was refused when the body was read
+		j.askedOf = h.fixed.name
+	}
+	var change *routing.Change
+	if m := t.sent.byModel[j.model]; m != nil && computes {
+		change = m.change
+	}
+	if asked == "" && change == nil {
+		return
+	}
+	j.translated = true
+	name := ""
+	if asked != "" {
+		if name = j.sendAs(asked); name == asked {
+			name = ""
+		}
+	}
+	if name != "" {
+		sources.Rename(r, asked, name)
+	}
+	if j.body == nil || j.facts == nil {
+		return
+	}
+	if !slices.Contains(j.facts.Names, asked) {
+		name = ""
+	}
+	if name != "" || change != nil {
+		j.body.Change(h.plan, name, change)
+		j.body.Rewind(r)
+	}
+}
+
+// sendAs is the name that the server of j's target gets for the one by which the client asked: a model's own for its alias, and the
+// first alias of a consumer that serves as a fallback, unless the client's name is one of that consumer's; the configuration can say otherwise.
+// Empty: the client's.
+func (j *job) sendAs(asked string) string {
+	t, as := j.target, ""
+	if m := t.sent.byModel[j.model]; m != nil {
+		as = m.as
+	}
+	fallback := t.name != j.askedOf
+	if fallback {
+		if from := j.handler.targets[j.askedOf]; from != nil && from.sent.fallbackAs[t.name] != "" {
+			as = from.sent.fallbackAs[t.name]
+		}
+	}
+	switch {
+	case as == config.SendClient:
+		return ""
+	case as != "":
+		return as
+	case !fallback:
+		return j.model
+	case len(t.known) > 0 && asked != t.name && !slices.Contains(t.known, asked):
+		return t.known[0]
+	}
+	return ""
+}

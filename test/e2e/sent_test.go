@@ -1,0 +1,91 @@
+package e2e
+
+import (
+	"bytes"
+	"compress/gzip"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+)
+
+func TestN3_AModelIsSentAsConfiguredAndItsFieldsAreChanged(t *testing.T) {
+	t.Parallel()
+	rec := newRecorder(t)
+	route := "gpu_broker {\nmodel_from body\n}\nreverse_proxy " + rec.addr
+	s := start(t, layout{
+		Consumers: []consumer{{Options: modelserver.Options{Name: "ollama", Manner: modelserver.Ollama,
+			Models: map[string]gpu.Bytes{"llama3.2:3b": gib(3), "qwen2.5:7b": gib(4)}},
+			Lines: "model llama3.2:3b {\nvram 3GiB\nalias gpt-4o-mini\nsend_as llama3.2:tuned\nset temperature 0.7\nset user \"me too\"\ndefault max_tokens 1024\nstrip seed logit_bias\n}\n" +
+				"model qwen2.5:7b {\nvram 4GiB\nalias qwen\nsend_as client\n}"}},
+		Routes: "handle /one/* {\ngpu_broker ollama\nreverse_proxy " + rec.addr + "\n}\nhandle {\n" + route + "\n}",
+	})
+	send := func(path string, header http.Header, body string) received {
+		t.Helper()
+		s.sending("POST", path, header, []byte(body)).servedBy(t, "ollama")
+		got := rec.next(t)
+		require.EqualValues(t, len(got.body), got.length)
+		return got
+	}
+	json := http.Header{"Content-Type": {"application/json"}}
+	for sent, want := range map[string]string{
+		`{"seed":1, "model":"gpt-4o-mini","temperature": 2,"x" : 1.0}`:   `{"model":"llama3.2:tuned","temperature": 0.7,"x" : 1.0,"user":"me too","max_tokens":1024}`,
+		`{"model":"llama3.2:3b","max_tokens":5,"logit_bias":{"seed":1}}`: `{"model":"llama3.2:tuned","max_tokens":5,"temperature":0.7,"user":"me too"}`,
+		`{"model":"qwen","seed":1}`:                                      `{"model":"qwen","seed":1}`,
+	} {
+		require.Equal(t, want, string(send("/v1/chat/completions", json.Clone(), sent).body))
+		require.Equal(t, want, string(send("/one/v1/chat/completions", json.Clone(), sent).body), "on a route of its own")
+	}
+
+	var packed bytes.Buffer
+	w := gzip.NewWriter(&packed)
+	_, err := w.Write([]byte(`{"model":"gpt-4o-mini","temperature":1,"user":"a","max_tokens":1,"seed":2}`))
+	require.NoError(t, err)
+	require.NoError(t, w.Close())
+	got := send("/v1/chat/completions", http.Header{"Content-Type": {"application/json"}, "Content-Encoding": {"gzip"}}, packed.String())
+	require.Empty(t, got.header.Get("Content-Encoding"))
+	require.Equal(t, `{"model":"llama3.2:tuned","temperature":0.7,"user":"me too","max_tokens":1}`, string(got.body))
+
+	body, kind := speech(t, 1000, "gpt-4o-mini")
+	got = send("/v1/audio/transcriptions", http.Header{"Content-Type": {kind}}, string(body))
+	require.Equal(t, string(bytes.Replace(body, []byte("\r\n\r\ngpt-4o-mini\r\n"), []byte("\r\n\r\nllama3.2:tuned\r\n"), 1)), string(got.body))
+}
+
+func TestN3_AFallbackIsAskedByTheNameThatItsConsumerGivesIt(t *testing.T) {
+	t.Parallel()
+	cloud := newRecorder(t)
+	s := start(t, layout{
+		Total: "12GiB",
+		Global: "consumer hosted {\ncloud\nupstream " + cloud.addr + "\nalias gpt-4o\n}\n" +
+			"consumer other {\ncloud\nupstream " + cloud.addr + "\nsend_as claude\n}",
+		Consumers: []consumer{
+			{Options: modelserver.Options{Name: "llama", VRAM: gib(10)}, Lines: "alias llama3.1:8b\nfallback hosted {\nas gpt-4o-mini\n}"},
+			{Options: modelserver.Options{Name: "sdxl", VRAM: gib(10)}},
+		},
+		Routes: "handle /fixed {\ngpu_broker llama\nreverse_proxy {http.gpu_broker.upstream}\n}\n" +
+			"handle /other {\ngpu_broker {\nmodel_from body\nfallback other\n}\nreverse_proxy {http.gpu_broker.upstream}\n}\n" +
+			"handle {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
+	})
+	s.askJSON("/x", `{"model":"sdxl"}`).servedBy(t, "sdxl")
+	for path, want := range map[string]string{"/x": "gpt-4o-mini", "/fixed": "gpt-4o-mini", "/other": "claude"} {
+		s.askJSON(path, `{"a":1,"model":"llama3.1:8b"}`)
+		require.Equal(t, `{"a":1,"model":"`+want+`"}`, string(cloud.next(t).body), path)
+	}
+	s.askJSON("/x", `{"model":"other"}`).servedBy(t, "other")
+	require.Equal(t, `{"model":"claude"}`, string(cloud.next(t).body), "asked for by its own name")
+}
+
+func TestN3_ARouteThatMustReadBodiesToRenameAModelCannotStreamThem(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{
+		Consumers: []consumer{{Options: modelserver.Options{Name: "llama", VRAM: gib(4)}, Lines: "alias gpt"}},
+		Routes:    "handle /fixed {\ngpu_broker llama {\nstream_body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
+	})
+	a := s.reload(func(c string) string { return strings.Replace(c, "alias gpt\n", "alias gpt\nsend_as tuned\n", 1) })
+	require.Equal(t, 400, a.status)
+	require.Contains(t, string(a.body), "stream_body passes bodies on unread, but send_as")
+}
