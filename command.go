@@ -223,7 +223,14 @@ func readTrace(path string, find simulate.Lookup) ([]simulate.Request, error) {
 		return nil, fmt.Errorf("reading the trace: %w", err)
 	}
 	defer func() { _ = f.Close() }() // it was only read
-	return simulate.ReadTrace(f, path, find)
+	requests, skipped, err := simulate.ReadTrace(f, path, find)
+	for _, s := range skipped[:min(len(skipped), 10)] {
+		_, _ = fmt.Fprintf(os.Stderr, "%s: requests left out: %d: %v\n", path, s.Requests, s.Why) // a warning that can't be written is none
+	}
+	if more := len(skipped) - 10; more > 0 {
+		_, _ = fmt.Fprintf(os.Stderr, "%s: requests of %d more unknown consumers are left out\n", path, more)
+	}
+	return requests, err
 }
 
 // readApp is the app gpu_broker of a configuration file, resolved. Nothing is started.

@@ -109,7 +109,7 @@ func TestSimulateShowsThePoliciesSideBySide(t *testing.T) {
 
 func TestSimulateSaysWhatIsWrong(t *testing.T) {
 	site := file(t, "Caddyfile", simulatedSite)
-	trace := file(t, "requests.csv", "0,chat,1\n0,chatt,1\n")
+	trace := file(t, "requests.csv", "0,chatt,1\n0,chatt,1\n")
 	none := file(t, "none.caddyfile", "localhost {\n}\n")
 	for _, c := range []struct {
 		want string
@@ -119,7 +119,7 @@ func TestSimulateSaysWhatIsWrong(t *testing.T) {
 		{"--trace and --rate are given", []string{"-c", site, "--trace", trace, "--rate", "chat=1:1"}},
 		{"leave --config out", []string{"-c", site, "--mix", "hot"}},
 		{`unknown policy "fif": did you mean fifo?`, []string{"--mix", "hot", "--policy", "fif"}},
-		{`requests.csv:2: unknown consumer "chatt": did you mean chat?`, []string{"-c", site, "--trace", trace}},
+		{`requests.csv holds no request of a consumer of this configuration: unknown consumer "chatt": did you mean chat?`, []string{"-c", site, "--trace", trace}},
 		{"reading the trace", []string{"-c", site, "--trace", trace + ".not"}},
 		{"reading the configuration", []string{"-c", site + ".not", "--trace", trace}},
 		{"has no app gpu_broker", []string{"-c", none, "--trace", trace}},

@@ -1,12 +1,14 @@
 package simulate
 
 import (
+	"cmp"
 	"encoding/csv"
 	"errors"
 	"fmt"
 	"io"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -30,9 +32,10 @@ var columns = []string{"time", "consumer", "service_seconds", "priority", "patie
 // they are there, priority and patience. A time is in seconds, or as RFC 3339
 // has it; the earliest is the beginning. A request without service_seconds, as one that was
 // never served, gets the mean of its consumer's others, or else of all. Patience is in seconds; empty or 0: for ever.
-// A header is there if the first field says time. name is the file's, for errors, which tell the line.
-func ReadTrace(in io.Reader, name string, find Lookup) ([]Request, error) {
-	t := &traceReader{name: name, find: find, known: map[string]known{}}
+// A header is there if the first field says time. Requests whose consumer find does not know are skipped, and counted by its name.
+// name is the file's, for errors, which tell the line.
+func ReadTrace(in io.Reader, name string, find Lookup) ([]Request, []Skipped, error) {
+	t := &traceReader{name: name, find: find, known: map[string]*known{}}
 	rows := csv.NewReader(in)
 	rows.FieldsPerRecord, rows.ReuseRecord, rows.TrimLeadingSpace, rows.Comment = -1, true, true, '#'
 	t.at(columns)
@@ -60,13 +63,38 @@ func ReadTrace(in io.Reader, name string, find Lookup) ([]Request, error) {
 		t.read(row)
 	}
 	t.fillIn()
-	if len(t.faults) == 0 && len(t.requests) == 0 {
+	skipped := t.skipped()
+	switch {
+	case len(t.faults) > 0 || len(t.requests) > 0:
+	case len(skipped) > 0:
+		t.faults = append(t.faults, fmt.Errorf("%s holds no request of a consumer of this configuration: %w", name, skipped[0].Why))
+	default:
 		t.faults = append(t.faults, fmt.Errorf("%s holds no requests: each is a line of the form time,consumer,service_seconds", name))
 	}
 	if len(t.faults) > 0 {
-		return nil, errors.Join(t.faults...)
+		return nil, nil, errors.Join(t.faults...)
 	}
-	return t.requests, nil
+	return t.requests, skipped, nil
+}
+
+// Skipped are the requests of a trace for one consumer that the configuration doesn't have.
+type Skipped struct {
+	Name     string // as the trace has it
+	Requests int
+	Why      error
+}
+
+// skipped are the unknown consumers, those with the most requests first.
+func (t *traceReader) skipped() (out []Skipped) {
+	for name, k := range t.known {
+		if k.err != nil && k.skipped > 0 {
+			out = append(out, Skipped{name, k.skipped, k.err})
+		}
+	}
+	slices.SortFunc(out, func(a, b Skipped) int {
+		return cmp.Or(cmp.Compare(b.Requests, a.Requests), strings.Compare(a.Name, b.Name))
+	})
+	return out
 }
 
 type traceReader struct {
@@ -74,7 +102,7 @@ type traceReader struct {
 	find     Lookup
 	line     int
 	column   map[string]int // where each is; those that are not there are absent
-	known    map[string]known
+	known    map[string]*known
 	requests []Request
 	unserved []int     // places of those without service time
 	begin    time.Time // the first line's
@@ -88,6 +116,7 @@ type known struct {
 	consumer string
 	priority int
 	err      error
+	skipped  int // requests of an unknown one
 }
 
 func (t *traceReader) fault(format string, args ...any) {
@@ -133,11 +162,9 @@ func (t *traceReader) read(row []string) {
 	name := t.field(row, "consumer")
 	k, ok := t.known[name]
 	if !ok {
+		k = &known{}
 		k.consumer, k.priority, k.err = t.find(strings.Clone(name))
 		t.known[strings.Clone(name)] = k
-	}
-	if k.err != nil {
-		t.fault("%w", k.err)
 	}
 	q.Consumer, q.Priority, q.Client = k.consumer, k.priority, strings.Clone(t.field(row, "client"))
 	service := t.field(row, "service_seconds")
@@ -151,6 +178,10 @@ func (t *traceReader) read(row []string) {
 		q.Priority = n
 	}
 	if len(t.faults) > before {
+		return
+	}
+	if k.err != nil {
+		k.skipped++
 		return
 	}
 	if service == "" {

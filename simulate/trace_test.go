@@ -62,7 +62,7 @@ func TestTracesAreRead(t *testing.T) {
 			}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, err := ReadTrace(strings.NewReader(c.text), "trace.csv", ab)
+			got, _, err := ReadTrace(strings.NewReader(c.text), "trace.csv", ab)
 			require.NoError(t, err)
 			assert.Equal(t, c.want, got)
 		})
@@ -74,7 +74,7 @@ func TestFaultsOfATraceAreToldWithTheirLines(t *testing.T) {
 		"":                                  "trace.csv holds no requests: each is a line of the form time,consumer,service_seconds",
 		"time,consumer\n":                   "trace.csv:1: the header names no column service_seconds",
 		"0,a,1\n0,a\n":                      "trace.csv:2: 2 fields: at least three are wanted",
-		"0,a,1\n\n0,c,1\n":                  `trace.csv:3: unknown consumer "c"`,
+		"0,c,1\n\n0,c,1\n":                  `trace.csv holds no request of a consumer of this configuration: unknown consumer "c"`,
 		"soon,a,1\n":                        `trace.csv:1: time "soon" is neither a number of seconds nor of the form 2006-01-02T15:04:05Z`,
 		"NaN,a,1\n":                         `trace.csv:1: time "NaN" is neither`,
 		"0,a,1\n2026-03-01T00:00:05Z,a,1\n": "trace.csv:2: time \"2026-03-01T00:00:05Z\" is a date, and those before are in seconds",
@@ -86,16 +86,28 @@ func TestFaultsOfATraceAreToldWithTheirLines(t *testing.T) {
 		"0,a,\n":                            "trace.csv: no request tells its service_seconds",
 		"0,a,\"1\n":                         "trace.csv: parse error on line 1",
 		"0,c,1\n0,a,x\n":                    "trace.csv:2: service_seconds",
-		strings.Repeat("0,c,1\n", 50):       "trace.csv:10: unknown consumer",
+		strings.Repeat("0,a,x\n", 50):       "trace.csv:10: service_seconds",
 	} {
 		t.Run(text[:min(len(text), 20)], func(t *testing.T) {
-			got, err := ReadTrace(strings.NewReader(text), "trace.csv", ab)
+			got, _, err := ReadTrace(strings.NewReader(text), "trace.csv", ab)
 			require.Error(t, err)
 			assert.Nil(t, got)
 			assert.Contains(t, err.Error(), want)
 			assert.LessOrEqual(t, strings.Count(err.Error(), "\n"), maxFaults-1)
 		})
 	}
+}
+
+func TestN5_RequestsOfUnknownConsumersAreSkippedAndCounted(t *testing.T) {
+	got, skipped, err := ReadTrace(strings.NewReader("0,a,1\n1,hosted/m,1\n2,gone,1\n3,hosted/m,\n4,a,1\n"), "trace.csv", ab)
+	require.NoError(t, err)
+	require.Len(t, got, 2)
+	require.Equal(t, 4*time.Second, got[1].At)
+	require.Len(t, skipped, 2)
+	assert.Equal(t, "hosted/m", skipped[0].Name)
+	assert.Equal(t, 2, skipped[0].Requests)
+	assert.ErrorContains(t, skipped[0].Why, "hosted/m")
+	assert.Equal(t, "gone", skipped[1].Name)
 }
 
 func TestRatesComeAtRandomAsOftenAsTheySay(t *testing.T) {

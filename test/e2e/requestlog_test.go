@@ -122,7 +122,7 @@ func TestRequestLogTellsWhoWasServedWhoLeftAndWhoWasRefused(t *testing.T) {
 	require.NotContains(t, string(text), "127.0.0.1", "nobody's address")
 	// The simulator reads it. Who was never served gets the mean of the consumer's others, so b needs one.
 	more := strings.Replace(string(text), "\n", "\n2026-01-01T00:00:00.000Z,b,2.000,100,,0.000,0.000,200\n", 1)
-	replay, err := simulate.ReadTrace(strings.NewReader(more), "requests.csv", func(name string) (string, int, error) { return name, 100, nil })
+	replay, _, err := simulate.ReadTrace(strings.NewReader(more), "requests.csv", func(name string) (string, int, error) { return name, 100, nil })
 	require.NoError(t, err)
 	require.Len(t, replay, 6)
 	require.Equal(t, 30, replay[1].Priority)
