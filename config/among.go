@@ -1,9 +1,11 @@
 package config
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 	"unicode"
 
 	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
@@ -20,10 +22,21 @@ func CheckAlias(alias string) error {
 	case len(alias) > maxAlias:
 		return fmt.Errorf("an alias has %d bytes: at most %d are allowed", len(alias), maxAlias)
 	}
-	for _, r := range alias {
-		if unicode.IsSpace(r) || !unicode.IsPrint(r) {
-			return fmt.Errorf("alias %q holds %q: blanks and characters that can't be seen are not allowed", alias, r)
+	if err := checkSeen(alias); err != nil {
+		return fmt.Errorf("alias %q %w", alias, err)
+	}
+	return nil
+}
+
+// checkSeen reports what in a name people can't see. Spaces inside it are allowed.
+func checkSeen(name string) error {
+	for _, r := range name {
+		if !unicode.IsPrint(r) {
+			return fmt.Errorf("holds %q: only spaces and characters that can be seen are allowed", r)
 		}
+	}
+	if strings.Trim(name, " ") != name {
+		return errors.New("begins or ends with a space: leave that out")
 	}
 	return nil
 }

@@ -3,7 +3,6 @@ package config
 import (
 	"fmt"
 	"strconv"
-	"unicode"
 	"unicode/utf8"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
@@ -39,10 +38,8 @@ func CheckModelName(name string) error {
 	case name == "." || name == "..":
 		return fmt.Errorf("a model can't be called %q: in a path that is a folder", name)
 	}
-	for _, r := range name {
-		if unicode.IsSpace(r) || !unicode.IsPrint(r) {
-			return fmt.Errorf("model %q holds %q: blanks and characters that can't be seen are not allowed", name, r)
-		}
+	if err := checkSeen(name); err != nil {
+		return fmt.Errorf("model %q %w", name, err)
 	}
 	return nil
 }

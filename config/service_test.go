@@ -157,7 +157,9 @@ func TestEachFaultOfTheQueuesWordsIsTold(t *testing.T) {
 		},
 
 		{"empty alias", one(`"alias":[""]`), `consumer "a": alias "" is empty`},
-		{"alias with a blank", one(`"alias":["a b"]`), `consumer "a": alias "a b" holds ' ': blanks and characters that can't be seen`},
+		{"alias with a tab", one(`"alias":["a\tb"]`), `consumer "a": alias "a\tb" holds '\t': only spaces and characters that can be seen`},
+		{"alias with a wide space", one(`"alias":["a\u00a0b"]`), `holds '\u00a0': only spaces`},
+		{"alias that ends with a space", one(`"alias":["a "]`), `consumer "a": alias "a " begins or ends with a space`},
 		{"alias with a control character", one(`"alias":["a\u0000"]`), `alias "a\x00" holds '\x00'`},
 		{"long alias", one(`"alias":["` + strings.Repeat("x", 257) + `"]`), "an alias has 257 bytes: at most 256 are allowed"},
 		{"alias of two", two(`,"source":"F:1","alias":["m"]`, `,"alias":["m"]`), `consumer "comfyui": alias "m" is an alias of consumer "ollama" (F:1), too`},

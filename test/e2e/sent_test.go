@@ -89,3 +89,21 @@ func TestN3_ARouteThatMustReadBodiesToRenameAModelCannotStreamThem(t *testing.T)
 	require.Equal(t, 400, a.status)
 	require.Contains(t, string(a.body), "stream_body passes bodies on unread, but send_as")
 }
+
+func TestN5_NamesAndAliasesMayHoldSpaces(t *testing.T) {
+	t.Parallel()
+	rec := newRecorder(t)
+	s := start(t, layout{
+		Consumers: []consumer{{Options: modelserver.Options{Name: "ollama", Manner: modelserver.Ollama,
+			Models: map[string]gpu.Bytes{"Llama 3.2 (small)": gib(3)}},
+			Lines: "model \"Llama 3.2 (small)\" {\nvram 3GiB\nalias \"My model\" tiny\n}"}},
+		Routes: "handle {\ngpu_broker {\nmodel_from body\nmodel_from path /models/*/infer\n}\nreverse_proxy " + rec.addr + "\n}",
+	})
+	for _, name := range []string{"My model", "Llama 3.2 (small)", "tiny"} {
+		s.askJSON("/v1/chat/completions", `{"model":"`+name+`"}`).servedBy(t, "ollama")
+		require.Equal(t, `{"model":"Llama 3.2 (small)"}`, string(rec.next(t).body))
+	}
+	s.sending("POST", "/models/My%20model/infer", nil, []byte("x")).servedBy(t, "ollama")
+	rec.next(t)
+	require.Contains(t, string(s.get("/v1/models").body), `"Llama 3.2 (small)"`)
+}
