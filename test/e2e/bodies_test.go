@@ -516,7 +516,7 @@ func TestBodiesAboveMaxBufferedInAllAreRefusedWith503(t *testing.T) {
 	large := string(every(500 << 10))
 	first := s.send("POST", "/mvoice/synthesize", large)
 	s.waitQueued("mvoice", 1)
-	a := s.post("/mvoice/synthesize", large)
+	a := s.post("/mvoice/synthesize", large[:300<<10]) // net/http reads what is left of it, so that the answer comes through
 	require.Equal(t, 503, a.status)
 	require.Equal(t, "queue_full", a.code())
 	seconds, err := strconv.Atoi(a.header.Get("Retry-After"))

@@ -399,10 +399,14 @@ func (s *site) reload(edit func(caddyfile string) string) answer {
 	return s.adminDo("POST", "/load", "text/caddyfile", edit(string(old)))
 }
 
-// state is the state of a consumer's slot.
+// state is the state of a consumer's slot; empty while it has none.
 func (s *site) state(name string) string {
 	s.t.Helper()
-	return s.status().Consumers[name].Slots[0].State
+	slots := s.status().Consumers[name].Slots
+	if len(slots) == 0 {
+		return ""
+	}
+	return slots[0].State
 }
 
 // waitState waits until a consumer's slot is in a state.
