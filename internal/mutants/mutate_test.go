@@ -3,6 +3,7 @@ package main
 import (
 	"go/parser"
 	"go/token"
+	"path/filepath"
 	"slices"
 	"testing"
 
@@ -79,4 +80,11 @@ func ids(all []tried) (out []string) {
 		out = append(out, t.change.id())
 	}
 	return out
+}
+
+func TestEveryPlantedFaultHasItsPlace(t *testing.T) {
+	for _, m := range mutants {
+		_, err := plant(filepath.Join("..", ".."), t.TempDir(), m)
+		require.NoError(t, err, m.name)
+	}
 }
