@@ -206,6 +206,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	j := jobs.Get().(*job)
 	defer j.done()
 	j.handler, j.repl, j.target = h, repl, t
+	j.ResponseWriter = w // a body that is read ahead may have to be cut
 	switch need {
 	case config.NeedsGPU:
 		return j.work(w, r, next)

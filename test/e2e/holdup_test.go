@@ -108,6 +108,28 @@ func TestH1_ASmallBodyThatDoesNotComeHoldsNobodyUp(t *testing.T) {
 	})
 }
 
+// H1: on a route whose small bodies may ask for an unload, the body is read before anything else is done for the request.
+func TestH1_ASmallBodyThatDoesNotComeIsCutWhereItMayAskForAnUnload(t *testing.T) {
+	t.Parallel()
+	versions(t, func(t *testing.T, https bool, client func(s *site) *http.Client) {
+		for path, first := range map[string]string{"/api/generate": "{", "/api/chat": `{"model":"whole",`} {
+			t.Run(path[1:], func(t *testing.T) {
+				t.Parallel()
+				s := holders(t, https, "", consumer{Options: modelserver.Options{Name: "whole", Manner: modelserver.Ollama, VRAM: gib(3)}})
+				in, done := s.slowUpload(client(s), "/whole"+path, 100)
+				_, err := io.WriteString(in, first)
+				require.NoError(t, err)
+				s.until("it is cut", func() bool { return s.metric(`errors_total{code="upload_stalled",consumer="whole"}`) == 1 })
+				if a := s.await(done); a.err == nil {
+					require.Equal(t, 408, a.status)
+					require.Equal(t, "upload_stalled", a.code())
+				}
+				require.Zero(t, s.servers["whole"].Stats().Requests[path])
+			})
+		}
+	})
+}
+
 func TestH5_ASlowUploadThatGoesOnIsServed(t *testing.T) {
 	t.Parallel()
 	versions(t, func(t *testing.T, https bool, client func(s *site) *http.Client) {
