@@ -48,9 +48,10 @@ type Broker struct {
 
 	saving      sync.Mutex // guards what follows, and calls of the store
 	recalled    bool
-	saved       []byte // the document as it is in the store
-	sharesStore bool   // another process writes there, too
-	unsaved     bool   // there is one that could not be read nor moved: it is not written over
+	saved       []byte                      // the document as it is in the store
+	sharesStore bool                        // another process writes there, too
+	others      map[string]scheduler.Learnt // what another process has written there; at most one document of it
+	unsaved     bool                        // there is one that could not be read nor moved: it is not written over
 
 	current atomic.Pointer[Generation]
 	posts   chan scheduler.Decision // to the one goroutine that logs and tells; bounded

@@ -148,29 +148,39 @@ func (b *Broker) keepLearnt(g *Generation) {
 	})
 }
 
-// withOthers is doc with what another process has written since the last
-// save about models that this one knows nothing of: two Caddys with one data folder would else take turns to forget what
-// the other has learnt. It holds saving.
-func (b *Broker) withOthers(ctx context.Context, g *Generation, doc []byte, learnt map[string]scheduler.Learnt) ([]byte, error) {
+// withOthers adds what other processes have learnt of models that this one knows nothing of: two Caddys with one data
+// folder would otherwise each drop what the other has learnt. It holds saving.
+func (b *Broker) withOthers(ctx context.Context, g *Generation, learnt map[string]scheduler.Learnt) []byte {
 	there, err := g.Store.Load(ctx)
 	if err != nil || there == nil || bytes.Equal(there, b.saved) {
-		return doc, nil // the first is told by Save
+		return b.encodeAll(learnt) // the first is told by Save
 	}
 	theirs, err := decodeLearnt(there)
 	if err != nil {
-		return doc, nil // it is of no use to anybody
+		return b.encodeAll(learnt) // it is of no use to anybody
 	}
 	if !b.sharesStore {
 		b.sharesStore = true
 		g.Logger.Warn("another Caddy keeps what it learns in the same data folder: both are kept, model by model. Give each its own folder (XDG_DATA_HOME, or storage), or what they know of models of the same name gets mixed up")
 	}
-	both := maps.Clone(theirs)
-	maps.Copy(both, learnt)
-	merged, err := encodeLearnt(both)
-	if err != nil || len(merged) > learntMax {
-		return doc, err
+	b.others = theirs
+	return b.encodeAll(learnt)
+}
+
+// encodeAll encodes learnt together with what others have learnt, unless that is too much for one document; nil: it can't be encoded. It holds saving.
+func (b *Broker) encodeAll(learnt map[string]scheduler.Learnt) []byte {
+	if len(b.others) > 0 {
+		all := maps.Clone(b.others)
+		maps.Copy(all, learnt)
+		if doc, err := encodeLearnt(all); err == nil && len(doc) <= learntMax {
+			return doc
+		}
 	}
-	return merged, nil
+	doc, err := encodeLearnt(learnt)
+	if err != nil {
+		return nil
+	}
+	return doc
 }
 
 // save writes what was learnt, if it has changed.
@@ -184,16 +194,13 @@ func (b *Broker) save() {
 	b.mu.Lock()
 	learnt := b.state.Learnt()
 	b.mu.Unlock()
-	doc, err := encodeLearnt(learnt)
-	if err != nil || b.unsaved || bytes.Equal(doc, b.saved) || len(learnt) == 0 && b.saved == nil {
+	doc := b.encodeAll(learnt)
+	if doc == nil || b.unsaved || bytes.Equal(doc, b.saved) || len(learnt) == 0 && b.saved == nil {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(b.ctx), storeTimeout) // the last one is at the end
 	defer cancel()
-	if doc, err = b.withOthers(ctx, g, doc, learnt); err != nil {
-		g.Logger.Warn("what was learnt can't be saved", zap.Error(err))
-		return
-	}
+	doc = b.withOthers(ctx, g, learnt)
 	if err := g.Store.Save(ctx, doc); err != nil {
 		g.Logger.Warn("what was learnt can't be saved", zap.Error(err))
 		return

@@ -44,3 +44,50 @@ func TestH8_TwoProcessesWithOneDataFolderKeepWhatBothHaveLearnt(t *testing.T) {
 		require.Contains(t, learnt, "b")
 	})
 }
+
+// One has nothing new to say for hours: what it has learnt stays in the document all the same.
+func TestH8_WhatAQuietProcessHasLearntStaysWhileAnotherGoesOnSaving(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		store := &fakeStore{}
+		keep := func(name string) *world {
+			w := newWorld(t, nil, server(name, 4*gpu.GiB))
+			w.current.Load().Store = store
+			w.mu.Lock()
+			w.keepLearnt(w.current.Load())
+			w.mu.Unlock()
+			return w
+		}
+		serve := func(w *world, name string) {
+			l, err := w.Acquire(context.Background(), Request{Consumer: name})
+			require.NoError(t, err)
+			l.Release(scheduler.Served)
+		}
+		quiet := keep("quiet")
+		defer quiet.Close()
+		serve(quiet, "quiet")
+		pass(saveEvery)
+		synctest.Wait()
+		busy := keep("busy")
+		defer busy.Close()
+		for range 3 {
+			serve(busy, "busy")
+			pass(saveEvery)
+			synctest.Wait()
+			doc, _ := store.now()
+			learnt, err := decodeLearnt(doc)
+			require.NoError(t, err)
+			require.Contains(t, learnt, "quiet")
+			require.Contains(t, learnt, "busy")
+		}
+		saves := store.saved()
+		pass(10 * saveEvery)
+		require.LessOrEqual(t, store.saved(), saves+1, "nothing new is written for nothing")
+		busy.Close()
+		quiet.Close()
+		doc, _ := store.now()
+		learnt, err := decodeLearnt(doc)
+		require.NoError(t, err)
+		require.Contains(t, learnt, "quiet")
+		require.Contains(t, learnt, "busy")
+	})
+}
