@@ -89,11 +89,12 @@ func isZero(value json.RawMessage) bool {
 	return err == nil && d == 0
 }
 
-// isEmpty reports whether a value is null, an empty text, list or object.
+// isEmpty reports whether a value is null, an empty text, list or object. A text of blanks is not empty: servers compute with it.
 func isEmpty(value json.RawMessage) bool {
-	switch string(bytes.Join(bytes.Fields(value), nil)) {
-	case "null", `""`, "[]", "{}":
+	value = bytes.TrimSpace(value)
+	switch string(value) {
+	case "null", `""`:
 		return true
 	}
-	return false
+	return len(value) > 1 && (value[0] == '[' || value[0] == '{') && len(bytes.TrimSpace(value[1:len(value)-1])) == 0
 }

@@ -31,6 +31,8 @@ func TestK3_WhichBodiesAskForAnUnload(t *testing.T) {
 		{chat, `{"model":"m","messages":[{"role":"user","content":"a"}],"keep_alive":0}`, ends},
 		{generate, `{"model":"m","prompt":"a","keep_alive":0}`, ends},
 		{generate, `{"model":"m","Prompt":"a","keep_alive":0}`, ends},
+		{generate, `{"model":"m","prompt":" ","keep_alive":0}`, ends},
+		{generate, `{"model":"m","prompt": "" ,"keep_alive":0}`, unload},
 		{generate, `{"model":"m","keep_alive":-1}`, none},
 		{generate, `{"model":"m","keep_alive":"-1m"}`, none},
 		{generate, `{"model":"m","keep_alive":"5m"}`, none},
