@@ -133,7 +133,7 @@ func (c *checker) looked(v *slot) {
 	}
 }
 
-// othersMoved says whether another slot changed its state in this step: what is seen of it is another amount now.
+// othersMoved reports whether another slot changed its state in this step: the memory seen of it has changed with it.
 func (c *checker) othersMoved(sl *slot) bool {
 	return slices.ContainsFunc(c.w.s.slots, func(o *slot) bool {
 		was, old := c.was[o]

@@ -1,5 +1,7 @@
 package main
 
+import "slices"
+
 // mutant is one planted fault: in a file of a package, old becomes new.
 type mutant struct {
 	name  string
@@ -10,10 +12,12 @@ type mutant struct {
 	tests string // matches the tests that must find it; empty: all of the package
 }
 
-// mutants are the faults that the tests must catch: the ten that a scheduler of
-// this kind is most likely to have, those that its random histories once found
-// in it, those of idle unloads, drains, reloads and what was learnt, and those of the order of service: credit, priorities, clients, conflicts, lent GPUs and restores.
-var mutants = []mutant{
+// mutants are the faults that the tests must catch.
+var mutants = slices.Concat(inScheduler, elsewhere)
+
+// inScheduler are the ten faults that a scheduler of this kind is most likely to have, those that its random histories once found
+// in it, and those of idle unloads, drains, reloads, what was learnt, and the order of service.
+var inScheduler = []mutant{
 	{
 		name: "a job can be released twice",
 		file: "jobs.go",
@@ -423,41 +427,6 @@ var mutants = []mutant{
 		new:  "\tif false {\n\t\tt.why",
 	},
 	{
-		name: "a model that the server has loaded by itself is not counted",
-		dir:  "broker",
-		file: "consumer.go",
-		old:  "case sl == nil && config.CheckModelName(m.Name) == nil:",
-		new:  "case false:",
-	},
-	{
-		name: "the whole server is unloaded for one of its models",
-		dir:  "broker",
-		file: "effects.go",
-		old:  "t := lifecycle.Target{Model: sl.model, ",
-		new:  "t := lifecycle.Target{",
-	},
-	{
-		name: "a pending configuration rules at once",
-		dir:  "broker",
-		file: "generation.go",
-		old:  "\tif len(b.gens) == 1 {\n",
-		new:  "\tif len(b.gens) >= 1 {\n",
-	},
-	{
-		name: "the drivers of a configuration that never ruled stay open",
-		dir:  "broker",
-		file: "generation.go",
-		old:  "\tif i > 0 { // it never ruled\n\t\tg.discard()\n",
-		new:  "\tif i > 0 {\n",
-	},
-	{
-		name: "what was learnt is written though nothing changed",
-		dir:  "broker",
-		file: "learnt.go",
-		old:  "bytes.Equal(doc, b.saved) || ",
-		new:  "",
-	},
-	{
 		name: "what went during an unload is booked again with the next load",
 		file: "state.go",
 		old:  "if unloaded { // what",
@@ -470,197 +439,8 @@ var mutants = []mutant{
 		new:  "// one",
 	},
 	{
-		name: "models that were removed do not hear of their server",
-		dir:  "broker",
-		file: "effects.go",
-		old:  "range b.allSlots(c) {\n\t\tif sl.turnOnly && c.traits.Starts {",
-		new:  "range slices.Clone(c.slots) {\n\t\tif sl.turnOnly && c.traits.Starts {",
-	},
-	{
-		name: "a model that is partly on the CPU counts as loaded though that is forbidden",
-		dir:  "lifecycle/http",
-		file: "driver.go",
-		old:  "if needsLoaded && d.plan.fullGPU {",
-		new:  "if false {",
-	},
-	{
-		name: "a hand-over looks at the memory every 2 s", dir: "broker", file: "samples.go", tests: "TestAHandOverLooksAtTheMemory",
-		old: "wait = max(fastInterval, s.MinInterval())",
-		new: "wait = max(sampleInterval, s.MinInterval())",
-	},
-	{
-		name: "lock_overtake and overtake_max change places", dir: "broker", file: "settings.go", tests: "TestEverySettingOfACaddyfile",
-		old: "OvertakeMax: c.EffectiveOvertakeMax(), LockOvertake: c.EffectiveLockOvertake(),",
-		new: "OvertakeMax: c.EffectiveLockOvertake(), LockOvertake: c.EffectiveOvertakeMax(),",
-	},
-	{
-		name: "lock_overtake is overtake_min, in its effect", dir: "broker", file: "settings.go", tests: "TestLockOvertakeIs",
-		old: "LockOvertake: c.EffectiveLockOvertake()",
-		new: "LockOvertake: c.EffectiveOvertakeMin()",
-	},
-	{
-		name: "overtake_max is lock_overtake, in its effect", dir: "broker", file: "settings.go", tests: "TestOvertakeMaxBounds",
-		old: "OvertakeMax: c.EffectiveOvertakeMax()",
-		new: "OvertakeMax: c.EffectiveLockOvertake()",
-	},
-	{
-		name: "reserved places and their priority change places", dir: "broker", file: "settings.go", tests: "TestReservedPlacesOfTheQueue",
-		old: "sc.ReservedPlaces, sc.ReservedBelow = r.Places, r.Below",
-		new: "sc.ReservedPlaces, sc.ReservedBelow = r.Below, r.Places",
-	},
-	{
-		name: "lock global is ignored", dir: "broker", file: "settings.go", tests: "TestLockGlobalLetsOne",
-		old: "LockGlobal: c.Lock == config.LockGlobal",
-		new: "LockGlobal: c.Lock == \"\"",
-	},
-	{
-		name: "victim_priority is ignored", dir: "broker", file: "settings.go", tests: "TestVictimPriorityLower",
-		old: "VictimLower: c.OnlyLowerVictims()",
-		new: "VictimLower: false",
-	},
-	{
-		name: "a server is started again before what it started is gone", dir: "lifecycle/process", file: "means_linux.go", tests: "TestAServerThatHasEndedIsStartedAgain",
-		old: "case <-before.gone:",
-		new: "case <-before.ended:",
-	},
-	{
-		name: "a process is not known by its mark", dir: "lifecycle/process", file: "means_linux.go", tests: "TestAnOrphanOfTheServer",
-		old: "return mark(pid) == c.record.Mark",
-		new: "return false",
-	},
-	{
-		name: "a server that starts anew is taken for gone at once", dir: "lifecycle/http", file: "unload.go", tests: "TestUnloadIsConfirmedByAServerThatComesBack",
-		old: "time.Since(refusedSince) >= goneAfter",
-		new: "time.Since(refusedSince) >= 0",
-	},
-	{
-		name: "a server that stays away is waited for until the time-out", dir: "lifecycle/http", file: "unload.go", tests: "TestUnloadOfAServerThatStaysAway",
-		old: "time.Since(refusedSince) >= goneAfter",
-		new: "false",
-	},
-	{
-		name: "a list that fails is asked for until the time-out", dir: "lifecycle/http", file: "unload.go", tests: "TestForEachWhoseListFailsAtOnce",
-		old: "\t\t\treturn failed != nil\n\t\t}\n",
-		new: "\t\t\treturn false\n\t\t}\n",
-	},
-	{
-		name: "a list that fails once in the middle ends the unload", dir: "lifecycle/http", file: "unload.go", tests: "TestForEachWhoseListFailsLater",
-		old: "\t\t\tif first {\n",
-		new: "\t\t\tif first || true {\n",
-	},
-	{
-		name: "the status may be cached", dir: ".", file: "status.go", tests: "TestWhatIsToldOfTheBrokerIsNeverCached",
-		old: "\tw.Header().Set(\"Cache-Control\", \"no-store\")\n",
-		new: "",
-	},
-	{
-		name: "a client that left before the answer counts as served", dir: ".", file: "handler.go", tests: "TestWhatTheSchedulerIsToldOfAJobsEnd",
-		old: "\tcase j.status == 0 || j.status == statusClientLeft:\n\t\treturn scheduler.NoAnswer",
-		new: "\tcase j.status == 0:\n\t\treturn scheduler.NoAnswer",
-	},
-	{
-		name: "the body of a WebSocket over HTTP/2 is read ahead", dir: ".", file: "handler.go", tests: "TestTheBodyOfATunnelIsNotReadAhead",
-		old: "r.Body != http.NoBody && r.Method != http.MethodConnect",
-		new: "r.Body != http.NoBody",
-	},
-	{
-		name: "a request over HTTP/3 can't be cut", dir: ".", file: "handler.go", tests: "TestARequestOverHTTP3IsCutByItsContext",
-		old: "case r.ProtoMajor > 2, j.handler.StreamBody:",
-		new: "case j.handler.StreamBody:",
-	},
-	{
-		name: "a stalled upload is taken for a client that left", dir: ".", file: "errors.go", tests: "TestAStalledUploadIsNoClientThatLeft",
-		old: "if r.Context().Err() != nil && j.stalled == \"\" {",
-		new: "if r.Context().Err() != nil {",
-	},
-	{
-		name: "a stalled upload is what its reader made of it", dir: ".", file: "handler.go", tests: "TestAStalledUploadIsNoClientThatLeft",
-		old: "\t\t\terr = uploadStalled(time.Duration(*h.app.UploadIdle))\n",
-		new: "",
-	},
-	{
-		name: "an answer that was cut looks whole", dir: ".", file: "handler.go", tests: "TestAnAnswerThatWasCutIsNotPassedOffAsWhole",
-		old: "if j.status != 0 && (j.isCut.Load() || ranOut(inner)) {",
-		new: "if j.status != 0 && ranOut(inner) {",
-	},
-	{
-		name: "an answer that max_run ended looks whole", dir: ".", file: "handler.go", tests: "TestAnAnswerThatMaxRunEndsIsNotPassedOffAsWhole",
-		old: "if j.status != 0 && (j.isCut.Load() || ranOut(inner)) {",
-		new: "if j.status != 0 && j.isCut.Load() {",
-	},
-	{
-		name: "an answer that was broken off is returned, not aborted", dir: ".", file: "handler.go", tests: "TestAnAnswerThat",
-		old: "\t\tpanic(http.ErrAbortHandler)\n",
-		new: "\t\treturn nil\n",
-	},
-	{
-		name: "a heartbeat that nobody takes has no deadline", dir: ".", file: "heartbeat.go", tests: "TestClientThatTakesNoHeartbeatHoldsNothingUp",
-		old: "SetWriteDeadline(time.Unix(1, 0))",
-		new: "SetWriteDeadline(time.Time{})",
-	},
-	{
-		name: "Retry-After has no upper bound", dir: ".", file: "errors.go", tests: "TestRetryAfterIsAtMostAMinute",
-		old: "min(60, max(1, int(math.Ceil(f.retryAfter.Seconds()))))",
-		new: "max(1, int(math.Ceil(f.retryAfter.Seconds())))",
-	},
-	{
-		name: "who left the queue stays in the map of those who wait", dir: "broker", file: "acquire.go", tests: "TestARequestWhoseClientLeavesTheQueue",
-		old: "\t\tdelete(b.waiters, lease.job)\n",
-		new: "",
-	},
-	{
-		name: "a server inherits Caddy's files", dir: "lifecycle/process", file: "child_linux.go", tests: "TestTheServerGetsNoneOfCaddysFiles",
-		old: "unix.CloseRange(3, math.MaxInt32,",
-		new: "unix.CloseRange(math.MaxInt32, math.MaxInt32,",
-	},
-	{
-		name: "what is no record hides the records after it", dir: "lifecycle/process", file: "record_linux.go", tests: "TestARecordThatCantBeRead",
-		old: "\t\tif !ok {\n\t\t\tcontinue",
-		new: "\t\tif !ok {\n\t\t\tbreak",
-	},
-	{
-		name: "busy is told in two ways", dir: "lifecycle/http", file: "compile.go", tests: "TestWhatTellsThatTheServerWorks",
-		old: "\tcase in.Busy != \"\" && both:",
-		new: "\tcase false:",
-	},
-	{
 		name: "a card that has shrunk does not lower what is claimed on it", file: "observe.go", tests: "TestWhatWasSeenOfASlotIsBounded",
 		old: "changed = changed || c.Total != d.Total",
 		new: "changed = changed && c.Total != d.Total",
-	},
-	{
-		name: "the longest name of a form's field is not read",
-		dir:  "routing",
-		file: "form.go",
-		old:  "len(f.key) == maxEscaped",
-		new:  "len(f.key) == maxEscaped-1",
-	},
-	{
-		name: "the longest value of a form is not read",
-		dir:  "routing",
-		file: "form.go",
-		old:  "len(f.value) == maxEscaped",
-		new:  "len(f.value) == maxEscaped-1",
-	},
-	{
-		name: "the longest name of a model is refused in a form",
-		dir:  "routing",
-		file: "form.go",
-		old:  "case long, len(text) > MaxName:",
-		new:  "case long, len(text) >= MaxName:",
-	},
-	{
-		name: "a model that is named twice in JSON is not noticed",
-		dir:  "routing",
-		file: "peek.go",
-		old:  "old.kind != 0 && !old.equals(v)",
-		new:  "old.kind != 0 && false",
-	},
-	{
-		name: "what a body decodes to has no bound of its ratio",
-		dir:  "routing",
-		file: "coding.go",
-		old:  "max(freeSize, y.size*maxRatio)",
-		new:  "max(y.limits.Body, y.size*maxRatio)",
 	},
 }

@@ -1,0 +1,236 @@
+package gpubroker
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"go.uber.org/zap"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	j.ResponseWriterWrapper.ResponseWriter = w
+	for attempt := 1; ; attempt++ {
+		if err := j.acquire(r); err != nil {
+			return j.fail(j.ResponseWriter, r, err)
+		}
+		j.tell(j.ResponseWriter, r)
+		err := j.run(r, next)
+		switch {
+		case err == nil:
+			j.served = true
+			return nil
+		case j.status != 0: // an answer has begun: nothing can be added to it
+			if j.heart != nil && j.heart.stop() {
+				return nil // an event tells of it
+			}
+			return err
+		case refusedDial(err) && j.misrouted() != nil:
+			return j.fail(j.ResponseWriter, r, j.misrouted())
+		case refusedDial(err) && attempt == 1 && r.Context().Err() == nil:
+			continue // nothing was sent: its state is taken anew, and the job is admitted once more
+		case refusedDial(err):
+			return j.fail(j.ResponseWriter, r, unhealthy(j.target.name, err))
+		default:
+			return j.fail(j.ResponseWriter, r, err)
+		}
+	}
+}
+
+// acquire gets the place. Any body is read before the job is submitted: a slow upload must not hold the GPU, and only
+// past a body does HTTP/1 tell that the client left.
+func (j *job) acquire(r *http.Request) error {
+	h := j.handler
+	if err := h.app.waitRuled(r.Context(), h.pool.broker, j.target.name); err != nil {
+		return err
+	}
+	switch {
+	case j.body != nil:
+		j.body.Rewind(r)
+	case hasBody(r) && !h.StreamBody:
+		if err := j.readAhead(r); err != nil {
+			return err
+		}
+	}
+	req := j.request(r)
+	if h.Heartbeat > 0 {
+		req.Waiting = func(place func() broker.Place) {
+			j.servedBy(place().Consumer)
+			j.beat(r, place)
+		}
+	}
+	j.enters(req.Priority)
+	lease, err := h.pool.broker.Acquire(r.Context(), req)
+	if err != nil {
+		return err
+	}
+	j.admitted(lease)
+	j.translate(r, true)
+	return nil
+}
+
+// admitted notes the place that the request has got.
+func (j *job) admitted(lease broker.Lease) {
+	j.lease, j.leased, j.submitted = lease, true, lease.Asked
+	j.servedBy(lease.Consumer)
+}
+
+// tell sets the headers, placeholders and log fields of an admitted request.
+func (j *job) tell(w http.ResponseWriter, r *http.Request) {
+	l := &j.lease
+	wait := l.Queued + l.Loading
+	j.target.waited.Observe(wait.Seconds())
+	if j.handler.headers {
+		w.Header().Set("X-Gpu-Broker-Consumer", l.Consumer)
+		w.Header().Set("Server-Timing", timing(l.Queued, l.Loading))
+	}
+	if l.Upstream != j.target.upstream { // a reload has moved the server since
+		j.repl.Set("http.gpu_broker.upstream", l.Upstream)
+	}
+	j.waits(r)
+	if wait > 0 {
+		j.repl.Set("http.gpu_broker.wait_ms", strconv.FormatInt(wait.Milliseconds(), 10))
+	}
+	logFields(r, zap.String("gpu_consumer", l.Consumer), zap.Duration("gpu_wait", wait))
+}
+
+// logFields adds to the access log, where there is one.
+func logFields(r *http.Request, fields ...zap.Field) {
+	srv, ok := r.Context().Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
+	if !ok || srv == nil || srv.Logs == nil {
+		return
+	}
+	if extra, ok := r.Context().Value(caddyhttp.ExtraLogFieldsCtxKey).(*caddyhttp.ExtraLogFields); ok {
+		for _, f := range fields {
+			extra.Set(f)
+		}
+	}
+}
+
+func timing(queued, loading time.Duration) string {
+	if queued == 0 && loading == 0 {
+		return "gpu-queue;dur=0, gpu-load;dur=0"
+	}
+	millis := func(d time.Duration) string { return strconv.FormatFloat(float64(d.Microseconds())/1000, 'f', 1, 64) }
+	return "gpu-queue;dur=" + millis(queued) + ", gpu-load;dur=" + millis(loading)
+}
+
+// run calls next, and gives the place back whatever becomes of it.
+func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
+	j.status, j.detached, j.abort = 0, nil, nil // it may be the second try
+	j.later = j.lease.Async && j.target.AfterAnswer(r)
+	j.said = j.said[:0]
+	inner, completed := r, false
+	switch {
+	case j.lease.Loads:
+		var ctx context.Context
+		ctx, j.detached = detach(r.Context(), j.target.loadTimeout)
+		defer j.detached.end()
+		inner, j.abort = r.WithContext(ctx), j.detached.cancel
+	case r.ProtoMajor > 2, j.handler.StreamBody: // HTTP/3 has no connection to end, and HTTP/1 looks for its end only past the body
+		ctx, cancel := context.WithCancel(r.Context())
+		defer cancel()
+		inner, j.abort = r.WithContext(ctx), cancel
+	}
+	if j.heart != nil {
+		inner = identity(inner)
+	}
+	if limit := j.target.maxRun; limit > 0 {
+		ctx, cancel := context.WithTimeoutCause(inner.Context(), limit, errMaxRun)
+		defer cancel()
+		inner = inner.WithContext(ctx)
+	}
+	if j.tunnel.Store(r.Method == http.MethodConnect); r.Method == http.MethodConnect && r.Body != nil {
+		inner.Body = tunnelBody{inner.Body, &j.moved}
+	}
+	if j.context = nil; r.ProtoMajor == 1 {
+		j.context = r.Context()
+	}
+	running := &j.handler.pool.running
+	running.add(j, answering)
+	defer func() {
+		running.remove(j)
+		if j.heart != nil {
+			j.heart.logStatus(r, j.status)
+		}
+		outcome := j.outcome(r, err, completed, ranOut(inner) || j.stalled != "")
+		j.hasRun(outcome)
+		if outcome == scheduler.Accepted && len(j.said) > 0 {
+			j.lease.Track(j.said)
+		}
+		ended := j.lease.End(outcome, j.brokeOff(inner, completed))
+		j.leased = false
+		j.target.ran.Observe(ended.Sub(j.lease.Began).Seconds())
+		j.spans(r.Context(), j.lease.Began, ended)
+	}()
+	if err = next.ServeHTTP(j, inner); err != nil && j.status == 0 {
+		err = j.notTheServers(r, err)
+	}
+	completed = true
+	if j.status != 0 && (j.isCut.Load() || ranOut(inner)) { // reverse_proxy may take it for a client that left: what is cut must not look whole
+		panic(http.ErrAbortHandler)
+	}
+	if err != nil && j.status == 0 && ranOut(inner) {
+		return &failure{status: http.StatusGatewayTimeout, code: string(scheduler.BudgetExceeded),
+			message: fmt.Sprintf("consumer %q had no answer within max_run %s", j.target.name, j.target.maxRun)}
+	}
+	return err
+}
+
+var (
+	errMaxRun = errors.New("the request has run for max_run")
+	errCut    = errors.New("the connection was cut")
+)
+
+// ranOut says whether a request has run for longer than it may.
+func ranOut(r *http.Request) bool { return errors.Is(context.Cause(r.Context()), errMaxRun) }
+
+// brokeOff reports whether the request to the server ended before its answer did, because its client left or we ended it.
+func (j *job) brokeOff(inner *http.Request, completed bool) bool {
+	return (inner.Context().Err() != nil || j.isCut.Load()) && (!completed || j.status == 0 || j.status == statusClientLeft)
+}
+
+// outcome is how the job ended, as far as the scheduler has to know. cutByUs: it ran out of its time, or was cut.
+func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) scheduler.Outcome {
+	left := r.Context().Err() != nil
+	switch {
+	case !completed && (left || cutByUs && j.status != 0):
+		return scheduler.Served // it ended in the middle of the answer, and not by its server
+	case !completed && !cutByUs:
+		return scheduler.ServerDied
+	case err != nil && refusedDial(err) && j.misrouted() != nil:
+		return scheduler.NoAnswer // its server was not asked
+	case err != nil && refusedDial(err):
+		return scheduler.DialRefused
+	case cutByUs && (!completed || err != nil && !left && j.status == 0), err != nil && ours(err):
+		return scheduler.NoAnswer
+	case err != nil && !left && j.status == 0:
+		return scheduler.ServerDied
+	case j.later && (j.status < 400 || j.status == statusClientLeft):
+		return scheduler.Accepted // it may have taken the work, though the client did not wait to hear so
+	case j.status == 0 || j.status == statusClientLeft:
+		return scheduler.NoAnswer
+	default:
+		return scheduler.Served
+	}
+}
+
+// refusedDial reports whether nothing was sent, as the server did not take the connection.
+func refusedDial(err error) bool {
+	var dial reverseproxy.DialError
+	return errors.As(err, &dial)
+}
+
+// ours reports whether a request failed of the client or of this machine, not of its server.
+func ours(err error) bool {
+	var f *failure
+	return errors.As(err, &f)
+}
