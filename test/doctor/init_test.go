@@ -71,7 +71,7 @@ func (m *machine) serveSite(config string) string {
 			}
 		}
 		require.True(m.t, time.Now().Before(deadline), "the site does not answer: %v", err)
-		time.Sleep(10 * time.Millisecond)
+		time.Sleep(10 * time.Millisecond) // between two questions: Caddy tells nobody that it is ready
 	}
 }
 

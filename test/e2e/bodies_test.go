@@ -71,6 +71,15 @@ func (r *recorder) next(t *testing.T) received {
 	}
 }
 
+// takes sends a request that the ollama of s serves, and returns what came of it.
+func (r *recorder) takes(t *testing.T, s *site, path string, header http.Header, body string) received {
+	t.Helper()
+	s.sending("POST", path, header, []byte(body)).servedBy(t, "ollama")
+	got := r.next(t)
+	require.EqualValues(t, len(got.body), got.length)
+	return got
+}
+
 // hold makes a job of a consumer run until release is called; release returns its answer.
 func (s *site) hold(name string) (release func() answer) {
 	s.t.Helper()

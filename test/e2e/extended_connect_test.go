@@ -5,7 +5,6 @@ import (
 	"io"
 	"net/http"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/net/http2"
@@ -42,10 +41,5 @@ func TestH6_AWebSocketOverHTTP2TakesATurnAndIsCutWhenItIsLeftAlone(t *testing.T)
 	require.Equal(t, []byte{0x81, 2, 'h', 'i'}, echo)
 	require.Equal(t, 1, s.status().Scheduler.InFlight)
 
-	began := time.Now()
-	require.Equal(t, 200, s.post("/other/work", "mine").status)
-	require.Less(t, time.Since(began), 5*time.Second)
-	cuts := s.decisions("cut")
-	require.Len(t, cuts, 1)
-	require.Equal(t, "tunnel_idle", cuts[0].Code)
+	s.makesWay(t, "tunnel_idle")
 }

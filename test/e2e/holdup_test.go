@@ -178,6 +178,18 @@ func (s *site) unread(c *http.Client, path string) *http.Response {
 	return resp
 }
 
+// makesWay asks for the other model, for which the hog's one request is cut.
+func (s *site) makesWay(t *testing.T, code string) {
+	t.Helper()
+	began := time.Now()
+	require.Equal(t, 200, s.post("/other/work", "mine").status)
+	require.Less(t, time.Since(began), 5*time.Second)
+	cuts := s.decisions("cut")
+	require.Len(t, cuts, 1)
+	require.Equal(t, "hog", cuts[0].Consumer)
+	require.Equal(t, code, cuts[0].Code)
+}
+
 func TestH6_AnAnswerOfWhichTheClientTakesNothingIsCutOnlyOnceOthersWait(t *testing.T) {
 	t.Parallel()
 	versions(t, func(t *testing.T, https bool, client func(s *site) *http.Client) {
@@ -186,13 +198,7 @@ func TestH6_AnAnswerOfWhichTheClientTakesNothingIsCutOnlyOnceOthersWait(t *testi
 		require.Equal(t, 200, resp.StatusCode)
 		time.Sleep(1200 * time.Millisecond) // more than stall_timeout, while nobody waits
 		require.Equal(t, 1, s.status().Scheduler.InFlight, "nobody waits: nobody is cut")
-		began := time.Now()
-		require.Equal(t, 200, s.post("/other/work", "mine").status)
-		require.Less(t, time.Since(began), 5*time.Second)
-		cuts := s.decisions("cut")
-		require.Len(t, cuts, 1)
-		require.Equal(t, "hog", cuts[0].Consumer)
-		require.Equal(t, "download_stalled", cuts[0].Code)
+		s.makesWay(t, "download_stalled")
 		require.EqualValues(t, 1, s.metric(`errors_total{code="download_stalled",consumer="hog"}`))
 		require.Zero(t, s.metric(`errors_total{code="server_died",consumer="hog"}`), "it is not the server's fault")
 		_, err := io.Copy(io.Discard, resp.Body)
@@ -277,12 +283,7 @@ func TestH6_AWebSocketThatIsLeftAloneIsCutOnceOthersWait(t *testing.T) {
 	s := holders(t, false, "handle_path /tunnel/* {\ngpu_broker hog\nreverse_proxy "+sockets(t)+"\n}")
 	conn := s.socket("/tunnel/ws")
 	defer func() { _ = conn.CloseNow() }()
-	began := time.Now()
-	require.Equal(t, 200, s.post("/other/work", "mine").status)
-	require.Less(t, time.Since(began), 5*time.Second)
-	cuts := s.decisions("cut")
-	require.Len(t, cuts, 1)
-	require.Equal(t, "tunnel_idle", cuts[0].Code)
+	s.makesWay(t, "tunnel_idle")
 	require.EqualValues(t, 1, s.metric(`errors_total{code="tunnel_idle",consumer="hog"}`))
 }
 

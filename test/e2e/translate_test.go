@@ -26,10 +26,7 @@ func TestN3_AnAliasIsSentAsTheModelsOwnNameWhereverItStands(t *testing.T) {
 
 	send := func(path string, header http.Header, body string) received {
 		t.Helper()
-		s.sending("POST", path, header, []byte(body)).servedBy(t, "ollama")
-		got := rec.next(t)
-		require.EqualValues(t, len(got.body), got.length)
-		return got
+		return rec.takes(t, s, path, header, body)
 	}
 	json := http.Header{"Content-Type": {"application/json"}}
 	large := strings.Repeat("b", 2<<20)
