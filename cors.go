@@ -84,6 +84,14 @@ func (j *job) preflight(w http.ResponseWriter, r *http.Request) bool {
 	return true
 }
 
+// answerOwn answers in the place of a server, so that pages of allowed origins can read it.
+func (j *job) answerOwn(w http.ResponseWriter, r *http.Request, body []byte) error {
+	if r.Header.Get("Origin") != "" && j.allows(r) {
+		allowOrigin(w.Header(), r)
+	}
+	return answerJSON(w, body)
+}
+
 // allows reports whether a page of the request's origin may send requests, and so may start servers.
 func (j *job) allows(r *http.Request) bool {
 	origin := r.Header.Get("Origin")
@@ -118,7 +126,7 @@ func isLocal(host string) bool {
 	return strings.EqualFold(host, "localhost") || strings.HasSuffix(strings.ToLower(host), ".localhost") || ip != nil && ip.IsLoopback()
 }
 
-// passPreflight passes a preflight request to a server that runs, and remembers whom it allows.
+// passPreflight passes a preflight request to a server that runs, and remembers which origin it allows.
 func (j *job) passPreflight(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
 	heard := &originReader{ResponseWriterWrapper: caddyhttp.ResponseWriterWrapper{ResponseWriter: w}, own: w.Header().Get("Access-Control-Allow-Origin")}
 	err := next.ServeHTTP(heard, r)
@@ -132,7 +140,7 @@ func (j *job) passPreflight(w http.ResponseWriter, r *http.Request, next caddyht
 	return err
 }
 
-// originReader notes whom an answer allows.
+// originReader notes which origin an answer allows.
 type originReader struct {
 	caddyhttp.ResponseWriterWrapper
 	own    string // what the site itself said
@@ -140,7 +148,7 @@ type originReader struct {
 	status int
 }
 
-// WriteHeader notes whom the answer allows.
+// WriteHeader notes which origin the answer allows.
 func (o *originReader) WriteHeader(status int) {
 	if o.status == 0 && status >= 200 {
 		o.status, o.allows = status, o.Header().Get("Access-Control-Allow-Origin")

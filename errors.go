@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"math"
 	"net/http"
 	"strconv"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/routing"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -58,8 +60,13 @@ func uploadStalled(after time.Duration) error {
 		message: fmt.Sprintf("the request body made no progress for %s (upload_idle): send it again", after)}
 }
 
-// storageFull is the error for a body that can't be kept, or read back: a fault of this machine, which may pass.
+// storageFull is the error for a body that can't be kept, or read back: a fault of this machine, which may pass. Clients get
+// its cause without the name of any file.
 func storageFull(err error) error {
+	var path *fs.PathError
+	if errors.As(err, &path) {
+		err = fmt.Errorf("%w: %w", routing.ErrSpill, path.Err)
+	}
 	return &failure{status: http.StatusServiceUnavailable, code: "storage_full", retryAfter: 30 * time.Second,
 		message: err.Error() + ": make room in Caddy's data folder, or use stream_body on this route"}
 }

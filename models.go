@@ -113,11 +113,11 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 		}
 		body, name := h.byModel.answerList(r, h)
 		if body != nil {
-			return answerJSON(w, body)
+			return j.answerOwn(w, r, body)
 		}
 		err = h.byModel.unknown(name)
 	}
-	if err != nil && h.fixed == nil && (h.liveness(w, r) || j.preflight(w, r)) {
+	if err != nil && h.fixed == nil && (j.liveness(w, r) || j.preflight(w, r)) {
 		return nil
 	}
 	if err != nil {
@@ -291,7 +291,8 @@ func peekError(r *http.Request, err error) error {
 
 // liveness answers what health checks and clients ask first, where no server is known that could: the process lives, and the
 // models that are loaded. It reports whether it did.
-func (h *Handler) liveness(w http.ResponseWriter, r *http.Request) bool {
+func (j *job) liveness(w http.ResponseWriter, r *http.Request) bool {
+	h := j.handler
 	if h.byModel.none != nil || r.Method != http.MethodGet && r.Method != http.MethodHead {
 		return false
 	}
@@ -302,11 +303,11 @@ func (h *Handler) liveness(w http.ResponseWriter, r *http.Request) bool {
 		w.WriteHeader(http.StatusOK)
 		_, err = w.Write([]byte("The GPU broker is running.\n"))
 	case "/health":
-		err = answerJSON(w, []byte(`{"status":"ok"}`))
+		err = j.answerOwn(w, r, []byte(`{"status":"ok"}`))
 	case "/api/version":
-		err = answerJSON(w, []byte(`{"version":"`+routing.OllamaVersion+`"}`))
+		err = j.answerOwn(w, r, []byte(`{"version":"`+routing.OllamaVersion+`"}`))
 	case "/api/ps":
-		err = answerJSON(w, h.loadedModels())
+		err = j.answerOwn(w, r, h.loadedModels())
 	default:
 		return false
 	}

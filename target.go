@@ -140,7 +140,7 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 // notRunning is the error for a request that needs no GPU, and would not start the server that it is for.
 func notRunning(consumer string) error {
 	return &failure{status: http.StatusServiceUnavailable, code: string(scheduler.NotRunning), retryAfter: 5 * time.Second,
-		message: fmt.Sprintf("the server of consumer %q does not run, or not yet, and this request needs no GPU, so it does not start it: send one that does, load it by hand, or name this path in start_on", consumer)}
+		message: fmt.Sprintf("the server of consumer %q is not running, or is still starting, and this request needs no GPU, so it does not start the server: send one that does, load it manually, or name this path in start_on", consumer)}
 }
 
 // request is what the broker is asked for.

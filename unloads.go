@@ -83,7 +83,7 @@ func (j *job) giveBack(w http.ResponseWriter, r *http.Request, next caddyhttp.Ha
 	case held.Refused != nil:
 		return j.fail(w, r, held.Refused)
 	case !held.Loaded:
-		return answerJSON(w, u.answer(asked))
+		return j.answerOwn(w, r, u.answer(asked))
 	case held.Pinned:
 		return j.fail(w, r, pinned(held.Slot))
 	case j.model == "": // which of the consumer's models, only its server knows
@@ -93,7 +93,7 @@ func (j *job) giveBack(w http.ResponseWriter, r *http.Request, next caddyhttp.Ha
 	err := h.pool.broker.UnloadByHand(r.Context(), held.Slot, false)
 	switch {
 	case err == nil:
-		return answerJSON(w, u.answer(asked))
+		return j.answerOwn(w, r, u.answer(asked))
 	case errors.Is(err, broker.ErrPinned): // since
 		return j.fail(w, r, pinned(held.Slot))
 	case errors.Is(err, broker.ErrCannot):
@@ -106,7 +106,7 @@ func (j *job) giveBack(w http.ResponseWriter, r *http.Request, next caddyhttp.Ha
 }
 
 func pinned(slot string) error {
-	return &failure{status: http.StatusForbidden, code: "blocked", message: fmt.Sprintf("%q is pinned, so clients can't unload it: its configuration, or somebody by the admin API, says that it stays", slot)}
+	return &failure{status: http.StatusForbidden, code: "blocked", message: fmt.Sprintf("%q is pinned, so clients can't unload it: remove its pin, in the configuration or through the admin API", slot)}
 }
 
 // answer is what the server would answer to the request.

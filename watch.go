@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -107,9 +108,12 @@ func (p *pooled) watch() {
 	}
 }
 
+// slot is a consumer, or one of its models.
+type slot struct{ consumer, model string }
+
 // look cuts the requests whose clients have made no progress for too long. Answers and tunnels only while others wait for their GPU.
 func (p *pooled) look(now time.Time, l limits) {
-	var tunnels []broker.Lease
+	tunnels := map[slot][]broker.Lease{}
 	p.running.each(func(j *job) {
 		over, limit := j.progress.rests(now, l)
 		switch {
@@ -118,17 +122,18 @@ func (p *pooled) look(now time.Time, l limits) {
 			p.cutFor(j, codeUploadStalled, fmt.Sprintf("an upload to consumer %q made no progress for %s (upload_idle)", j.target.name, limit))
 		case !p.broker.Contended(j.lease):
 		case j.tunnel.Load():
-			tunnels = append(tunnels, j.lease)
+			at := slot{j.target.name, j.model}
+			tunnels[at] = append(tunnels[at], j.lease)
 		default:
 			p.cutFor(j, codeDownloadStalled, fmt.Sprintf("the client took nothing of its answer for %s while others waited for the GPU (stall_timeout)", limit))
 		}
 	})
-	for _, lease := range tunnels { // a server may say that it works all the same
-		if !p.broker.Idles(lease) {
+	for _, leases := range tunnels { // a server may say that it works all the same; each is asked once
+		if !p.broker.Idles(leases[0]) {
 			continue
 		}
 		p.running.each(func(j *job) {
-			if over, limit := j.progress.rests(now, l); over && j.stage == answering && j.lease == lease {
+			if over, limit := j.progress.rests(now, l); over && j.stage == answering && slices.Contains(leases, j.lease) {
 				p.cutFor(j, codeTunnelIdle, fmt.Sprintf("a tunnel carried nothing for %s while others waited for the GPU (tunnel_idle)", limit))
 			}
 		})

@@ -38,7 +38,7 @@ func (b *Broker) Unlisted(consumer, method, path string, passed bool) {
 		d.Reason = route + " is in none of its lists: it was passed on without a turn; name it in gpu_routes if it needs the GPU, or in bypass if it does not"
 	}
 	if len(seen) == maxUnlisted {
-		d.Reason += "; no more routes of this consumer are told of"
+		d.Reason += "; further routes of this consumer are not recorded"
 	}
 	b.record(d)
 }

@@ -36,7 +36,7 @@ func TestARouteThatNoListNamesIsToldOfOnceAndNoMoreThanSoMany(t *testing.T) {
 		}
 		told := w.unlistedDecisions()
 		require.Len(t, told, maxUnlisted)
-		require.Contains(t, told[maxUnlisted-1], "no more routes of this consumer are told of")
+		require.Contains(t, told[maxUnlisted-1], "further routes of this consumer are not recorded")
 	})
 }
 

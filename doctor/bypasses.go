@@ -177,7 +177,7 @@ func (c *check) unseen(to []destination, at string, some, errored, late bool) {
 			c.add(Finding{Severity: Error, Where: at, words: []string{proxyWords, d.text}, What: "reverse_proxy " + d.text + " is reached by " + who + " that no gpu_broker has admitted: it has no address then, and they get 502 or 503",
 				Mend: fmt.Sprintf(fix, "CONSUMER")})
 		case d.consumer != nil && c.b.Scheduler != config.Passthrough:
-			c.add(Finding{Severity: Warning, Where: at, words: []string{proxyWords, d.text}, Consumer: d.consumer.Name, What: "a reverse_proxy of this site leads to " + d.text + " with no gpu_broker before it: " + who + " go round the broker",
+			c.add(Finding{Severity: Warning, Where: at, words: []string{proxyWords, d.text}, Consumer: d.consumer.Name, What: "a reverse_proxy of this site leads to " + d.text + " with no gpu_broker before it: " + who + " bypass the broker",
 				Mend: fmt.Sprintf(fix, d.consumer.Name)})
 		}
 	}

@@ -1,5 +1,5 @@
 // Package doctor looks at a machine and at a configuration of the broker, and
-// says what will not work there and how to mend it. It gathers facts, each
+// says what will not work there and how to fix it. It gathers facts, each
 // within a time-out and all at once, and then judges them. It changes nothing:
 // no model is loaded, no server is started, no file is written.
 package doctor

@@ -167,7 +167,7 @@ func judgeListeners(f *facts) (out []Finding) {
 				where = "on all addresses"
 			}
 			out = append(out, f.about(Warning, "listeners", c, "upstream").saying(
-				"it listens "+where+", port "+port+": clients can go round the broker", mend+"; or close the port with a firewall"))
+				"it listens "+where+", port "+port+": clients can bypass the broker", mend+"; or close the port with a firewall"))
 			break
 		}
 	}

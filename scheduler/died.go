@@ -46,7 +46,7 @@ func (s *State) fall(now time.Time, sl *slot, detail string, clean bool) {
 	}
 }
 
-// booksAllow says whether a slot's claim would still be within what may be booked, and nobody is there with whom it may not be.
+// booksAllow reports whether a slot's claim would still be within what may be booked, and nobody is there with whom it may not be.
 // What is free is not looked at: no sample shows yet that its server is gone.
 func (s *State) booksAllow(sl *slot) bool {
 	allow := !slices.ContainsFunc(s.slots, func(v *slot) bool { return v != sl && v.state != Idle && conflict(sl, v) })

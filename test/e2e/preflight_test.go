@@ -7,6 +7,9 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 )
 
 // preflight asks, as a browser does, whether a page of an origin may POST JSON.
@@ -40,6 +43,25 @@ func TestK5_APreflightWithoutAKnownServerIsAnsweredForAllowedOrigins(t *testing.
 	require.Equal(t, []string{"https://own.example"}, a.header.Values("Access-Control-Allow-Origin"), "the site's own word stays")
 	require.Empty(t, a.header.Get("Access-Control-Allow-Headers"))
 	require.Zero(t, s.servers["llama"].Stats().LoadsStarted)
+}
+
+// A page that may send requests can read what the broker answers in a server's place; no other page can.
+func TestK5_PagesOfAllowedOriginsReadTheBrokersOwnAnswers(t *testing.T) {
+	t.Parallel()
+	s := oneURL(t, layout{Consumers: []consumer{{Options: modelserver.Options{Name: "ollama", Manner: modelserver.Ollama,
+		Models: map[string]gpu.Bytes{"llama3.2:3b": gib(3)}}, Lines: "model llama3.2:3b {\nvram 3GiB\n}"}}}, "model_from body")
+	for path, body := range map[string]string{"/v1/models": "", "/api/version": "", "/api/ps": "", "/health": "", "/api/generate": `{"model":"llama3.2:3b","keep_alive":0}`} {
+		for origin, want := range map[string]string{"http://localhost:3000": "http://localhost:3000", "https://evil.example": ""} {
+			method := "GET"
+			if body != "" {
+				method = "POST"
+			}
+			a := s.sending(method, path, http.Header{"Origin": {origin}, "Content-Type": {"application/json"}}, []byte(body))
+			require.Equal(t, 200, a.status, "%s %s", path, a.body)
+			require.Equal(t, want, a.header.Get("Access-Control-Allow-Origin"), path)
+		}
+	}
+	require.Zero(t, s.servers["ollama"].Stats().LoadsStarted)
 }
 
 func TestK5_OriginsCanBeConfigured(t *testing.T) {

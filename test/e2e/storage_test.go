@@ -59,6 +59,7 @@ func TestK10_ABodyThatCanNotBeKeptIsRefusedInOurForm(t *testing.T) {
 			} {
 				message := a.refused(t, http.StatusServiceUnavailable, "storage_full")
 				require.Contains(t, message, "make room", kind)
+				require.NotContains(t, message, s.dir, "no client is told where Caddy keeps its data")
 				require.Equal(t, "30", a.header.Get("Retry-After"), kind)
 			}
 			require.Equal(t, 200, s.post("/llama/work", "a small body needs no disk").status)
