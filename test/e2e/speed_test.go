@@ -51,9 +51,9 @@ func (s *site) fetch(path, body string) (*http.Response, error) {
 	return s.client.Post(s.url+path, "application/json", strings.NewReader(body))
 }
 
-// Bodies that name their model have bounds that only catch a fault: on two cores the medians lie between 0.88 and 0.97, and their
-// spread is too wide to hold them to 0.95.
-func TestAlone_ThroughputIsWithin5PercentOfPlainReverseProxy(t *testing.T) {
+// Rounds are short and many, so that what else the machine does falls on both sides alike. A bound is broken if the whole
+// confidence interval lies below it; the median is shown.
+func TestAlone_ThroughputByPlainReverseProxysHasALowerBound(t *testing.T) {
 	fast := consumer{Options: modelserver.Options{Name: "fast", VRAM: gib(1), Quiet: true}, Lines: "concurrency 32", Proxy: "reverse_proxy UPSTREAM_OF_fast"}
 	s := start(t, layout{Consumers: []consumer{fast}, Routes: `handle_path /plain/* {
 		reverse_proxy UPSTREAM_OF_fast
@@ -69,26 +69,18 @@ func TestAlone_ThroughputIsWithin5PercentOfPlainReverseProxy(t *testing.T) {
 		`{"role":"user","content":"` + strings.Repeat("What is the capital of France, and why is it not Lyon? ", 8) + `"}],"stream":false}`
 	for _, c := range []struct {
 		name, ours, path, body string
-		connections, requests  int
+		connections            int
 		bound                  float64
 	}{
-		{"a fixed consumer", "/fast", "/audio/big?bytes=2000", "", 32, 3000, 0.95},
-		{"the model from the body", "/named", "/v1/chat/completions", chat, 32, 1000, 0.8},
-		{"the model from the body, few connections", "/named", "/v1/chat/completions", chat, 8, 1000, 0.8},
+		{"a fixed consumer", "/fast", "/audio/big?bytes=2000", "", 32, 0.95},
+		{"the model from the body", "/named", "/v1/chat/completions", chat, 32, 0.9},
+		{"the model from the body, few connections", "/named", "/v1/chat/completions", chat, 8, 0.9},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s.t = t
-			const pairs, attempts = 20, 3
-			s.throughput("/plain"+c.path, c.body, c.connections, c.requests)
-			s.throughput(c.ours+c.path, c.body, c.connections, c.requests)
-			for attempt := 1; ; attempt++ {
-				median, doubt := s.compare("/plain"+c.path, c.ours+c.path, c.body, c.connections, c.requests, pairs)
-				if attempt < attempts && doubt > math.Abs(median-c.bound) {
-					continue // the spread of this run is too wide to tell on which side of the bound its median is
-				}
-				require.GreaterOrEqual(t, median, c.bound, "median ratio, give or take %.3f", doubt)
-				return
-			}
+			median, doubt := s.compare("/plain"+c.path, c.ours+c.path, c.body, c.connections)
+			t.Logf("%s, %d connections: median ratio %.3f ± %.3f", c.name, c.connections, median, doubt)
+			require.GreaterOrEqual(t, median+doubt, c.bound, "median ratio %.3f, give or take %.3f", median, doubt)
 		})
 	}
 	s.t = t
@@ -96,26 +88,23 @@ func TestAlone_ThroughputIsWithin5PercentOfPlainReverseProxy(t *testing.T) {
 
 // compare returns the median over interleaved pairs of the broker's throughput by plain reverse_proxy's, and half the width of
 // its 95 % confidence interval, estimated from the quartiles.
-func (s *site) compare(plainPath, brokerPath, body string, connections, requests, pairs int) (median, doubt float64) {
-	var ratios, plains, brokers []float64
+func (s *site) compare(plainPath, brokerPath, body string, connections int) (median, doubt float64) {
+	const pairs, requests = 150, 400
+	paths := [2]string{plainPath, brokerPath}
+	for _, path := range paths {
+		s.throughput(path, body, connections, 5*requests) // to be warm
+	}
+	var ratios []float64
 	for i := range pairs {
-		var plain, ours float64
-		if i%2 == 0 {
-			plain = s.throughput(plainPath, body, connections, requests)
-			ours = s.throughput(brokerPath, body, connections, requests)
-		} else {
-			ours = s.throughput(brokerPath, body, connections, requests)
-			plain = s.throughput(plainPath, body, connections, requests)
+		var rates [2]float64
+		for _, which := range [2]int{i % 2, 1 - i%2} {
+			rates[which] = s.throughput(paths[which], body, connections, requests)
 		}
-		ratios, plains, brokers = append(ratios, ours/plain), append(plains, plain), append(brokers, ours)
+		ratios = append(ratios, rates[1]/rates[0])
 	}
 	slices.Sort(ratios)
 	median = (ratios[pairs/2-1] + ratios[pairs/2]) / 2
-	doubt = 1.57 * (ratios[pairs*3/4] - ratios[pairs/4]) / math.Sqrt(float64(pairs))
-	slices.Sort(plains)
-	slices.Sort(brokers)
-	s.t.Logf("median ratio %.3f ± %.3f (from %.3f to %.3f); plain %.0f/s, broker %.0f/s in the median", median, doubt, ratios[0], ratios[pairs-1], plains[pairs/2], brokers[pairs/2])
-	return median, doubt
+	return median, 1.57 * (ratios[pairs*3/4] - ratios[pairs/4]) / math.Sqrt(pairs)
 }
 
 func TestAlone_SwapTakesAtMost10MillisecondsBeyondTheServersOwnTime(t *testing.T) {
