@@ -73,7 +73,7 @@ type multipartReader struct {
 // readMultipart looks for fields, and notes where they stand.
 func (y *Body) readMultipart(more func() ([]byte, error), boundary string, fields, names []string) error {
 	if boundary == "" {
-		return bad("its Content-Type is multipart/form-data without a boundary")
+		return bad("its Content-Type is multipart/form-data without a boundary that can be read: one with characters such as = and / must stand in quotes")
 	}
 	in := lineBuffers.Get().(*bufio.Reader)
 	in.Reset(&source{more: more})
@@ -161,8 +161,11 @@ func (m *multipartReader) header(fields []string) (field int, err error) {
 		return -1, bad("it is no valid multipart/form-data: the Content-Disposition of a part can't be read")
 	}
 	field = slices.Index(fields, params["name"])
-	if err != nil || kind != "form-data" || field < 0 || params["filename"] != "" {
+	if err != nil || field < 0 || params["filename"] != "" {
 		return -1, nil
+	}
+	if kind != "form-data" { // many servers look at the name alone
+		return -1, bad("field %q has the Content-Disposition %.64q: form-data is wanted", fields[field], kind)
 	}
 	if n := len(h["Content-Disposition"]); n > 1 {
 		return -1, bad("field %q has %d headers Content-Disposition", fields[field], n)

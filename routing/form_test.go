@@ -69,6 +69,9 @@ func TestMalformedMultipartIsAnError(t *testing.T) {
 	p := plan(t, []string{"model"}, nil, false)
 	for name, c := range map[string]struct{ kind, body, want string }{
 		"no boundary":     {"multipart/form-data", whole, "without a boundary"},
+		"two boundaries":  {kind + "; boundary=other", whole, "without a boundary"},
+		"bare boundary":   {"Multipart/Form-Data; boundary=--=_Part/1", whole, "must stand in quotes"},
+		"no form-data":    {kind, strings.Replace(whole, `form-data; name="model"`, `attachment; name="model"`, 1), `Content-Disposition "attachment"`},
 		"ends in a file":  {kind, whole[:strings.Index(whole, "sound")+2], "it ends too soon"},
 		"ends in a field": {kind, whole[:strings.Index(whole, "whisper")+2], "it ends too soon"},
 		"other boundary":  {"multipart/form-data; boundary=other", whole, "no valid multipart/form-data"},
@@ -110,6 +113,9 @@ func TestModelIsFoundInAForm(t *testing.T) {
 	facts, _, err := peekAt(t, p, kind, "model_id=b&x=1&model=a")
 	require.NoError(t, err)
 	require.Equal(t, []string{"a", "b"}, facts.Names)
+	facts, _, err = peekAt(t, p, kind+"; charset=a; charset=b", "model=a")
+	require.NoError(t, err)
+	require.Equal(t, "a", facts.Names[0], "malformed parameters")
 	for _, body := range []string{"model=" + strings.Repeat("a", 513), "model=" + strings.Repeat("a", 9999), "model=%zz"} {
 		_, _, err := peekAt(t, p, kind, body)
 		var fault *BadBody

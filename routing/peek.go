@@ -157,9 +157,8 @@ type Facts struct {
 // pieces; it decodes nothing but the fields. The content codings gzip, deflate, zstd and br are decoded
 // first, within the bounds of the body itself; see Rewind for what becomes of them.
 //
-// Read are JSON (also where a client such as curl calls it a form or nothing at
-// all), multipart/form-data and application/x-www-form-urlencoded; metadata fields only in JSON objects, at their top
-// level. A metadata field that comes twice counts as the last one says. A model that is named twice with different
+// Read are JSON, multipart/form-data and application/x-www-form-urlencoded; metadata fields only in JSON objects, at their top
+// level. A body that begins as a JSON object is JSON whatever its Content-Type: many servers don't look at that. A metadata field that comes twice counts as the last one says. A model that is named twice with different
 // values is an error: of two servers one reads the first and another the last. Null, and an empty name,
 // count as nothing said. Any other body, and an empty one, say nothing.
 //
@@ -221,8 +220,7 @@ func (y *Body) look(h http.Header, p *Plan, facts *Facts) error {
 	case kind == "multipart/form-data":
 		y.seen.as, facts.Form = asMultipart, true
 		return y.readMultipart(y.more, params["boundary"], p.fields, facts.Names)
-	case kind == "application/json" || strings.HasSuffix(kind, "+json"),
-		(kind == "" || kind == "text/plain" || kind == "application/x-www-form-urlencoded") && y.looksLikeJSON():
+	case kind == "application/json", strings.HasSuffix(kind, "+json"), y.looksLikeJSON():
 		y.seen.as = asJSON
 		return y.peekJSON(y.more, p, facts)
 	case kind == "application/x-www-form-urlencoded":
@@ -232,12 +230,16 @@ func (y *Body) look(h http.Header, p *Plan, facts *Facts) error {
 	return nil
 }
 
-// mediaType reads a Content-Type. The usual one costs nothing.
+// mediaType reads a Content-Type. The usual one costs nothing. One whose parameters are malformed has none.
 func mediaType(header string) (kind string, params map[string]string) {
 	if header == "application/json" {
 		return header, nil
 	}
-	kind, params, _ = mime.ParseMediaType(header)
+	kind, params, err := mime.ParseMediaType(header)
+	if err != nil {
+		kind, _, _ = strings.Cut(header, ";")
+		return strings.ToLower(strings.TrimSpace(kind)), nil
+	}
 	return kind, params
 }
 
@@ -250,10 +252,14 @@ func (y *Body) note(at place) error {
 	return nil
 }
 
-// looksLikeJSON says whether the body begins as a JSON object. A form does so in no client: it would escape the brace.
+// utf16Braces are how a JSON object begins in UTF-16, with its byte order mark and, big-endian, without.
+var utf16Braces = [][]byte{{0xFF, 0xFE, '{', 0}, {0xFE, 0xFF, 0, '{'}, {0, '{'}}
+
+// looksLikeJSON reports whether the body begins as a JSON object, in UTF-8 or in UTF-16. A form does so in no client: it would escape the brace.
 func (y *Body) looksLikeJSON() bool {
 	text := bytes.TrimLeft(bytes.TrimPrefix(y.memory, []byte("\uFEFF")), " \t\r\n")
-	return bytes.HasPrefix(text, []byte("{"))
+	return bytes.HasPrefix(text, []byte("{")) ||
+		slices.ContainsFunc(utf16Braces, func(brace []byte) bool { return bytes.HasPrefix(y.memory, brace) })
 }
 
 // scanners are large, for their bits.

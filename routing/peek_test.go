@@ -2,6 +2,7 @@ package routing
 
 import (
 	"bytes"
+	"encoding/binary"
 	"fmt"
 	"io"
 	"net/http"
@@ -9,6 +10,7 @@ import (
 	"strings"
 	"testing"
 	"time"
+	"unicode/utf16"
 
 	"github.com/stretchr/testify/require"
 )
@@ -109,11 +111,19 @@ func TestJSONIsReadWhateverItsContentTypeIsCalled(t *testing.T) {
 		require.NoError(t, err, kind)
 		require.Equal(t, []string{"qwen"}, facts.Names, kind)
 	}
-	for _, kind := range []string{"audio/wav", "application/octet-stream", "multipart/mixed; boundary=a", "text/html"} {
-		facts, rest, err := peekAt(t, p, kind, `{"model":"qwen","x_priority":1`)
+	for _, kind := range []string{"audio/wav", "application/octet-stream", "multipart/mixed; boundary=a", "text/html", "text/json", "application/x-ndjson", "nonsense", "a/b; c=1; c=2"} {
+		facts, rest, err := peekAt(t, p, kind, `{"model":"qwen","x_priority":1}`)
 		require.NoError(t, err, kind)
-		require.Equal(t, []string{""}, facts.Names, kind)
-		require.Equal(t, `{"model":"qwen","x_priority":1`, rest)
+		require.Equal(t, []string{"qwen"}, facts.Names, kind)
+		require.Equal(t, `{"model":"qwen"}`, rest, kind)
+		_, _, err = peekAt(t, p, kind, `{"model":"qwen","x_priority":1`)
+		require.ErrorContains(t, err, "no valid JSON", kind)
+		for _, body := range []string{"RIFF{\"model\":\"qwen\"}", "\x00\x00{}", "\xFF\xFE\x00{"} {
+			facts, rest, err = peekAt(t, p, kind, body)
+			require.NoError(t, err, kind)
+			require.Equal(t, []string{""}, facts.Names, kind)
+			require.Equal(t, body, rest)
+		}
 	}
 }
 
@@ -238,9 +248,9 @@ func TestMetadataIsTakenOutAndEveryOtherByteStays(t *testing.T) {
 		require.True(t, c.want == rest, "%.80s became %.80s", c.body, rest)
 	}
 	for _, kind := range []string{"text/html", "application/octet-stream"} {
-		_, rest, err := peekAt(t, p, kind, `{"x_priority":1}`)
+		_, rest, err := peekAt(t, p, kind, ` x{"x_priority":1}`)
 		require.NoError(t, err)
-		require.Equal(t, `{"x_priority":1}`, rest)
+		require.Equal(t, ` x{"x_priority":1}`, rest)
 	}
 }
 
@@ -322,4 +332,21 @@ func TestPlanRefusesFieldsThatCantBeRead(t *testing.T) {
 	}
 	_, err := NewPlan(nil, make([]string, 101), false)
 	require.ErrorContains(t, err, "at most 100")
+}
+
+// K4: a server may take JSON in UTF-16, or refuse it; the default of a route must not get it.
+func TestK4_JSONInUTF16IsAnErrorWhateverItsContentTypeIsCalled(t *testing.T) {
+	p := plan(t, []string{"model"}, nil, false)
+	for _, order := range []binary.AppendByteOrder{binary.LittleEndian, binary.BigEndian} {
+		for _, mark := range []string{"", "\uFEFF"} {
+			var body []byte
+			for _, unit := range utf16.Encode([]rune(mark + `{"model":"qwen"}`)) {
+				body = order.AppendUint16(body, unit)
+			}
+			for _, kind := range []string{"", jsonType, "text/plain; charset=utf-16", "application/octet-stream"} {
+				_, _, err := peekAt(t, p, kind, string(body))
+				require.ErrorContains(t, err, "no valid JSON", "%q as %q", body, kind)
+			}
+		}
+	}
 }
