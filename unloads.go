@@ -58,10 +58,10 @@ func (j *job) work(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 	return j.serve(w, r, next)
 }
 
-// asksForUnload reads the body, if it is small enough to ask for an unload.
+// asksForUnload reads the body, if it may be small enough to ask for an unload.
 func (j *job) asksForUnload(r *http.Request, u *unloadRule) (_ routing.Unload, ok bool, err error) {
 	if j.body == nil {
-		if j.handler.StreamBody || !hasBody(r) || r.ContentLength < 0 || r.ContentLength > routing.MaxUnloadBody {
+		if j.handler.StreamBody || !hasBody(r) || r.ContentLength > routing.MaxUnloadBody {
 			return routing.Unload{}, false, nil
 		}
 		if err := j.readAhead(r); err != nil {

@@ -52,6 +52,9 @@ func (y *Body) Unloads(u config.UnloadRequest) (_ Unload, ok bool) {
 
 // mayBeZero reports whether a field of this name seems to be followed by something that begins as a zero does. It does not allocate.
 func mayBeZero(body []byte, field string) bool {
+	if escapesLetters(body) {
+		return true
+	}
 	for {
 		at := indexFold(body, field)
 		if at < 0 {
@@ -60,6 +63,20 @@ func mayBeZero(body []byte, field string) bool {
 		body = body[at+len(field):]
 		value := bytes.TrimLeft(body, "\": \t\r\n")
 		if len(value) > 0 && strings.IndexByte("0+-.", value[0]) >= 0 {
+			return true
+		}
+	}
+}
+
+// escapesLetters reports whether a body writes an ASCII letter, or an underscore, as \u00XX: only then can a key be there that
+// does not stand there as it is. No usual encoder does so.
+func escapesLetters(body []byte) bool {
+	for {
+		at := bytes.Index(body, []byte(`\u00`))
+		if at < 0 || at+4 >= len(body) {
+			return false
+		}
+		if body = body[at+4:]; '4' <= body[0] && body[0] <= '7' {
 			return true
 		}
 	}

@@ -3,6 +3,8 @@ package e2e
 import (
 	"encoding/json"
 	"fmt"
+	"net/http"
+	"strings"
 	"testing"
 	"time"
 
@@ -111,4 +113,32 @@ func TestK3_AnUnloadBehindWorkIsNoticedAndKeptAliveIsNoUnload(t *testing.T) {
 	require.Equal(t, 200, s.askJSON("/ollama/api/generate", `{"model":"small","prompt":"x","stream":false,"keep_alive":0}`).status)
 	s.until("the broker has noticed", func() bool { return s.slot("ollama", "small").State == "IDLE" })
 	require.Less(t, time.Since(began), 5*time.Second)
+}
+
+// K3: an unload is told however it is written, and however its body is sent.
+func TestK3_AnUnloadIsToldHoweverItIsWritten(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{
+		shelf("ollama", modelserver.Ollama, "vram 5GiB\nmodel small", map[string]float64{"small": 5}),
+		{Options: modelserver.Options{Name: "whole", Manner: modelserver.Ollama, VRAM: gib(5)}},
+		{Options: modelserver.Options{Name: "tts", VRAM: gib(12)}},
+	}})
+	require.Equal(t, 200, s.post("/tts/", "x").status)
+	for name, model := range map[string]string{"ollama": "small", "whole": "whole"} {
+		for _, body := range []string{`{"model":%q,"keep_alive":0}`, `{"model":%q,"keep\u005falive":0}`, `{"model":%q,"Keep_\u0041live":"0s","prompt":""}`} {
+			text := fmt.Sprintf(body, model)
+			for _, length := range []int64{int64(len(text)), -1} {
+				req, err := http.NewRequest("POST", s.url+"/"+name+"/api/generate", strings.NewReader(text))
+				require.NoError(t, err)
+				req.ContentLength = length
+				req.Header.Set("Content-Type", "application/json")
+				resp, err := s.client.Do(req)
+				require.NoError(t, err)
+				require.NoError(t, resp.Body.Close())
+				require.Equal(t, 200, resp.StatusCode)
+				require.Equal(t, "READY", s.state("tts"), "%s of length %d", text, length)
+			}
+		}
+	}
+	require.Zero(t, s.status().Scheduler.Evictions)
 }
