@@ -131,10 +131,10 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 		need = h.unlistedAsks(t, r, need)
 	}
 	switch {
+	case need.Unlisted(), need == config.NeedsGPU && j.turn:
+		return j.serveTurn(w, r, next)
 	case need == config.NeedsGPU:
 		return j.work(w, r, next)
-	case need.Unlisted():
-		return j.serveTurn(w, r, next)
 	default:
 		return j.pass(w, r, next, need)
 	}
@@ -217,7 +217,9 @@ func (j *job) named(r *http.Request, name string) (*target, error) {
 		case lifecycle.No: // to ask for it would unload others for nothing
 			return nil, m.missing(name, offer.Listed)
 		default:
-			j.model = strings.Clone(name)
+			if j.turn = offer.Elsewhere; !j.turn {
+				j.model = strings.Clone(name)
+			}
 		}
 		return h.fixed, nil
 	}

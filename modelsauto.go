@@ -1,6 +1,7 @@
 package gpubroker
 
 import (
+	"cmp"
 	"net/http"
 	"slices"
 	"strings"
@@ -14,17 +15,26 @@ import (
 // automatic finds a model among those that servers with `models auto` list. Without a target and an error there is none.
 func (j *job) automatic(r *http.Request, name string) (*target, error) {
 	h, m := j.handler, j.handler.byModel
-	silent := ""
+	silent, elsewhere := "", ""
 	for _, consumer := range m.auto {
 		switch offer := h.pool.broker.Offer(r.Context(), consumer, name); offer.Known {
 		case lifecycle.Yes:
 			j.model = offer.As
 			return h.targets[consumer], nil
 		case lifecycle.Unknown:
-			silent = consumer
+			if offer.Elsewhere {
+				elsewhere = cmp.Or(elsewhere, consumer)
+			} else {
+				silent = consumer
+			}
 		}
 	}
-	if silent == "" {
+	switch {
+	case silent != "":
+	case elsewhere != "":
+		j.turn = true
+		return h.targets[elsewhere], nil
+	default:
 		return nil, nil
 	}
 	return nil, &failure{status: http.StatusServiceUnavailable, code: string(scheduler.Unhealthy), retryAfter: 5 * time.Second,

@@ -37,6 +37,9 @@ type Offer struct {
 	As string
 	// Listed are the names that the server lists; unset unless Known is No.
 	Listed []string
+	// Elsewhere reports that the server does not list it and may serve it all the same, from elsewhere: it needs no load. Known is
+	// Unknown then.
+	Elsewhere bool
 }
 
 // Offer reports whether the server of a consumer has a model. It asks the server if what it said last is out of date, and waits
@@ -79,12 +82,14 @@ func (b *Broker) offered(consumer, model string) (_ Offer, stale bool) {
 	}
 	asker, can := c.driver.(lifecycle.Cataloguer)
 	switch {
-	case !c.traits.Catalog || !can || asker.Elsewhere(model):
+	case !c.traits.Catalog || !can:
 		return Offer{}, false
 	case time.Since(cat.at) >= catalogRest:
 		return Offer{}, true
 	case !cat.told:
 		return Offer{}, false
+	case asker.Elsewhere(model):
+		return Offer{Elsewhere: true}, false
 	}
 	offer := Offer{Known: lifecycle.No}
 	for _, m := range cat.models {

@@ -216,3 +216,29 @@ func TestK1_NoNameDelaysAnotherConsumersModel(t *testing.T) {
 		require.Equal(t, 200, s.adminDo("POST", "/gpu_broker/consumers/ollama/unload", "", "").status)
 	}
 }
+
+// H7: a name by which a server may have a model elsewhere, so that its list tells nothing, evicts nothing either.
+func TestH7_ANameOfAModelThatMayBeElsewhereUnloadsNothing(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{
+		Consumers: []consumer{
+			shelf("ollama", modelserver.Ollama, "vram 9GiB\nmodel small", map[string]float64{"small": 9, "my-cloud": 9}),
+			{Options: modelserver.Options{Name: "tts", VRAM: gib(12)}},
+		},
+	})
+	require.Equal(t, 200, s.post("/tts/", "x").status)
+	for _, name := range []string{"nope-cloud", "nope:120b-cloud", "me/nope:cloud"} {
+		a := s.chat("ollama", name)
+		require.Equal(t, 404, a.status, "%s: %s", name, a.body)
+		require.Empty(t, a.code(), "it is the server's own answer")
+	}
+	require.Equal(t, "READY", s.state("tts"))
+	require.Zero(t, s.status().Scheduler.Evictions)
+	require.Len(t, s.status().Consumers["ollama"].Slots, 1, "no slot is made of such a name")
+	require.Equal(t, 200, s.chat("ollama", "my-cloud").status)
+	require.Equal(t, "READY", s.slot("ollama", "my-cloud").State, "what the server lists it may load")
+
+	require.Equal(t, 200, s.reload(func(c string) string { return strings.Replace(c, "vram 9GiB", "vram 9GiB\nmodels auto", 1) + "\n" }).status)
+	require.Equal(t, 404, s.chat("ollama", "nope-cloud").status)
+	require.EqualValues(t, 1, s.status().Scheduler.Evictions)
+}
