@@ -174,7 +174,11 @@ func (j *job) find(r *http.Request) (*target, error) {
 	case err != nil:
 		return nil, badRequest(err)
 	case name != "":
-		return j.named(r, name)
+		t, err := j.named(r, name)
+		if err == nil {
+			err = j.checkOther(r, t, name)
+		}
+		return t, err
 	case routing.IsList(r):
 		return nil, nil
 	case m.none != nil:
@@ -189,6 +193,26 @@ func (j *job) find(r *http.Request) (*target, error) {
 			message: "this request names no model, so no server is known that could answer it: name it in " + m.sources.String()}
 	}
 	return nil, &failure{status: http.StatusBadRequest, code: "bad_request", message: "this request names no model: name it in " + m.sources.String()}
+}
+
+// checkOther refuses a request that names another model in a second place: its server may load that one.
+func (j *job) checkOther(r *http.Request, t *target, name string) error {
+	if j.model == "" {
+		return nil
+	}
+	m := j.handler.byModel
+	other, err := m.sources.Other(r, j.facts, name)
+	switch {
+	case err != nil:
+		return badRequest(err)
+	case other == "", j.handler.app.modelNames[t.name].Same(other, j.model):
+		return nil
+	}
+	if who, ok := m.names.Lookup(other); ok && who == (routing.Found{Consumer: t.name, Model: j.model}) {
+		return nil
+	}
+	return &failure{status: http.StatusBadRequest, code: "bad_request",
+		message: fmt.Sprintf("this request names two models, %.512q and %.512q, and its server may read either: leave one of them out", name, other)}
 }
 
 // mayName is named for a request of a known consumer that no list names: a name that means nothing here is the server's to judge.

@@ -90,6 +90,41 @@ func (s *Sources) Find(r *http.Request, body *Facts) (string, error) {
 	return "", nil
 }
 
+// Other is another name than the one that Find has found, in the query or in the body, where s looks for names, too; empty: there is
+// none. A name in the path, which is a route of the server's, counts alone.
+//
+// Error: *BadBody for a query that names two.
+func (s *Sources) Other(r *http.Request, body *Facts, found string) (name string, err error) {
+	if len(s.list) < 2 {
+		return "", nil
+	}
+	path, field := 0, 0
+	for i := range s.list {
+		name = ""
+		switch from := &s.list[i]; from.Source {
+		case config.FromPath:
+			if name, _ = s.paths[path].Match(r.URL.Path); name == found {
+				return "", nil
+			}
+			path++
+			continue
+		case config.FromQuery:
+			if name, err = inQuery(r.URL.RawQuery, from.Name); err != nil {
+				return "", err
+			}
+		case config.FromBody:
+			if body != nil {
+				name = body.Names[field]
+			}
+			field++
+		}
+		if name != "" && name != found {
+			return name, nil
+		}
+	}
+	return "", nil
+}
+
 // inHeader is the value of a header; a second one must be the same.
 func inHeader(h http.Header, name string) (string, error) {
 	values := h.Values(name)

@@ -3,6 +3,7 @@ package e2e
 import (
 	"bytes"
 	"compress/gzip"
+	"fmt"
 	"io"
 	"net/http"
 	"strings"
@@ -127,4 +128,44 @@ func TestK4_EncodedBodiesAreReadAndNeverFallToTheDefault(t *testing.T) {
 	got = rec.next(t)
 	require.Equal(t, "anything", string(got.body))
 	require.Equal(t, "compress", got.header.Get("Content-Encoding"))
+}
+
+// H4: of two places that name a model, the server may read the other: llama.cpp's router reads the query of a GET and the body of a POST.
+func TestH4_TwoPlacesMayNotNameTwoModels(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{
+		Consumers: []consumer{
+			shelf("router", modelserver.LlamaCppRouter, "vram 9GiB\nmodel small {\nalias nick\n}\nmodel other", map[string]float64{"small": 9, "other": 9}),
+			shelf("ollama", modelserver.Ollama, "vram 9GiB\nmodel_from header X-Model\nmodel_from body\nmodel one\nmodel two", map[string]float64{"one": 9, "two": 9}),
+		},
+		Routes: "handle {\ngpu_broker {\nmodel_from query\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
+	})
+	send := func(method, path, body, header string) answer {
+		req, err := http.NewRequest(method, s.url+path, strings.NewReader(body))
+		require.NoError(t, err)
+		req.Header.Set("Content-Type", "application/json")
+		if header != "" {
+			req.Header.Set("X-Model", header)
+		}
+		resp, err := s.client.Do(req)
+		require.NoError(t, err)
+		defer resp.Body.Close()
+		text, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		return answer{status: resp.StatusCode, header: resp.Header, body: text}
+	}
+	for _, c := range []struct{ method, path, body, header string }{
+		{"GET", "/router/props?model=other", `{"model":"small"}`, ""},
+		{"POST", "/router/v1/chat/completions?model=small", `{"model":"other"}`, ""},
+		{"POST", "/v1/chat/completions?model=one", `{"model":"two"}`, ""},
+		{"POST", "/v1/chat/completions?model=one", `{"model":"other"}`, ""},
+		{"POST", "/ollama/v1/chat/completions", `{"model":"two"}`, "one"},
+	} {
+		require.Contains(t, send(c.method, c.path, c.body, c.header).refused(t, 400, "bad_request"), "two models", c.path)
+	}
+	send("GET", "/router/props?model=other&model=small", `{"model":"small"}`, "").refused(t, 400, "bad_request")
+	require.Zero(t, s.servers["router"].Stats().LoadsStarted+s.servers["ollama"].Stats().LoadsStarted)
+	chat := `{"model":%q,"messages":[]}`
+	require.Equal(t, 200, send("POST", "/router/v1/chat/completions?model=nick", fmt.Sprintf(chat, "small"), "").status, "an alias and its model are one")
+	require.Equal(t, 200, send("POST", "/ollama/v1/chat/completions", fmt.Sprintf(chat, "One:latest"), "one").status, "so are two spellings")
 }
