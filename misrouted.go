@@ -47,3 +47,24 @@ func (j *job) misrouted() error {
 	}
 	return nil
 }
+
+// admittedWithin is the request that was admitted already, if a request came to another gpu_broker since; nil: it was not.
+func admittedWithin(w http.ResponseWriter) *job {
+	for {
+		if outer, ok := w.(*job); ok && outer.leased {
+			return outer
+		}
+		around, ok := w.(interface{ Unwrap() http.ResponseWriter })
+		if !ok {
+			return nil
+		}
+		w = around.Unwrap()
+	}
+}
+
+// nested is the error for a request that holds a place and would wait for another: for itself, as often as not.
+func nested(outer, inner string) error {
+	return &failure{status: http.StatusInternalServerError, code: "misrouted", message: fmt.Sprintf(
+		"this site's configuration is wrong: a request came to two gpu_broker directives, one after the other, for consumers %q and %q: while it held the GPU it would wait for itself. Leave one of them out, or give them matchers that exclude each other",
+		outer, inner)}
+}

@@ -13,6 +13,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -49,6 +50,9 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 // past a body does HTTP/1 tell that the client left.
 func (j *job) acquire(r *http.Request) error {
 	h := j.handler
+	if outer := admittedWithin(j.ResponseWriter); outer != nil && h.app.Broker.Scheduler != config.Passthrough {
+		return nested(outer.target.name, j.target.name)
+	}
 	if err := h.app.waitRuled(r.Context(), h.pool.broker, j.target.name); err != nil {
 		return err
 	}

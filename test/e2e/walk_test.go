@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -149,4 +150,26 @@ func TestK7_TwoNamesForOneServersModelsKeepToTheirOwn(t *testing.T) {
 	assert.Equal(t, []string{"code/b"}, evicted, "a is pinned, by its one name")
 
 	assert.Contains(t, s.log(), "one server is one consumer. Move its models there")
+}
+
+// N1: two gpu_brokers, one after the other, would make each request wait for itself with the GPU held.
+func TestN1_ARequestThatComesToTwoBrokersIsRefusedAtOnceAndHoldsNothing(t *testing.T) {
+	t.Parallel()
+	route := func(path, first, second string) string {
+		return "handle_path " + path + " {\nroute {\ngpu_broker " + first + "\nencode\ngpu_broker " + second + "\nreverse_proxy {http.gpu_broker.upstream}\n}\n}\n"
+	}
+	s := start(t, layout{
+		Consumers: []consumer{
+			{Options: modelserver.Options{Name: "a", VRAM: gib(10)}},
+			{Options: modelserver.Options{Name: "b", VRAM: gib(10)}},
+		},
+		Routes: route("/two/*", "a", "b") + route("/same/*", "a", "a"),
+	})
+	for _, path := range []string{"/two/work", "/same/work"} {
+		began := time.Now()
+		require.Contains(t, s.post(path, "x").refused(t, 500, "misrouted"), "two gpu_broker directives", path)
+		require.Less(t, time.Since(began), 5*time.Second, path)
+		require.Equal(t, 200, s.post("/b/work", "mine").status)
+	}
+	require.Zero(t, s.servers["a"].Stats().Requests["/work"])
 }
