@@ -252,14 +252,47 @@ func (y *Body) note(at place) error {
 	return nil
 }
 
-// utf16Braces are how a JSON object begins in UTF-16, with its byte order mark and, big-endian, without.
-var utf16Braces = [][]byte{{0xFF, 0xFE, '{', 0}, {0xFE, 0xFF, 0, '{'}, {0, '{'}}
-
-// looksLikeJSON reports whether the body begins as a JSON object, in UTF-8 or in UTF-16. A form does so in no client: it would escape the brace.
+// looksLikeJSON reports whether the body begins as a JSON object, in UTF-8 or in UTF-16: with a brace, blanks, and a quote or the
+// other brace. Hardly any sound or picture does so, and no form: it would escape the brace.
 func (y *Body) looksLikeJSON() bool {
-	text := bytes.TrimLeft(bytes.TrimPrefix(y.memory, []byte("\uFEFF")), " \t\r\n")
-	return bytes.HasPrefix(text, []byte("{")) ||
-		slices.ContainsFunc(utf16Braces, func(brace []byte) bool { return bytes.HasPrefix(y.memory, brace) })
+	begin := characters{text: bytes.TrimPrefix(y.memory, []byte("\uFEFF")), width: 1}
+	switch text := y.memory; {
+	case len(text) < 2:
+	case text[0] == 0xFF && text[1] == 0xFE:
+		begin = characters{text: text[2:], width: 2}
+	case text[0] == 0xFE && text[1] == 0xFF:
+		begin = characters{text: text[2:], width: 2, low: 1}
+	case text[1] == 0:
+		begin = characters{text: text, width: 2}
+	case text[0] == 0:
+		begin = characters{text: text, width: 2, low: 1}
+	}
+	if c, ok := begin.next(); !ok || c != '{' {
+		return false
+	}
+	c, ok := begin.next()
+	return !ok || c == '"' || c == '}' // without one the rest may be in the file
+}
+
+// characters are those of a text whose characters take one byte, or two of which one holds all of ASCII.
+type characters struct {
+	text       []byte
+	width, low int
+}
+
+// next is the next character but blanks; those beyond ASCII all count as 0xFF. ok is false at the end.
+func (c *characters) next() (char byte, ok bool) {
+	for len(c.text) >= c.width {
+		char = c.text[c.low]
+		if c.width == 2 && c.text[1-c.low] != 0 {
+			char = 0xFF
+		}
+		c.text = c.text[c.width:]
+		if char != ' ' && char != '\t' && char != '\r' && char != '\n' {
+			return char, true
+		}
+	}
+	return 0, false
 }
 
 // scanners are large, for their bits.

@@ -118,7 +118,7 @@ func TestJSONIsReadWhateverItsContentTypeIsCalled(t *testing.T) {
 		require.Equal(t, `{"model":"qwen"}`, rest, kind)
 		_, _, err = peekAt(t, p, kind, `{"model":"qwen","x_priority":1`)
 		require.ErrorContains(t, err, "no valid JSON", kind)
-		for _, body := range []string{"RIFF{\"model\":\"qwen\"}", "\x00\x00{}", "\xFF\xFE\x00{"} {
+		for _, body := range []string{"RIFF{\"model\":\"qwen\"}", "\x00\x00{}", "\xFF\xFE\x00{", "{RIFF", "{\x00\x01\x00", "\x00{\x12\x34"} {
 			facts, rest, err = peekAt(t, p, kind, body)
 			require.NoError(t, err, kind)
 			require.Equal(t, []string{""}, facts.Names, kind)
@@ -338,9 +338,9 @@ func TestPlanRefusesFieldsThatCantBeRead(t *testing.T) {
 func TestK4_JSONInUTF16IsAnErrorWhateverItsContentTypeIsCalled(t *testing.T) {
 	p := plan(t, []string{"model"}, nil, false)
 	for _, order := range []binary.AppendByteOrder{binary.LittleEndian, binary.BigEndian} {
-		for _, mark := range []string{"", "\uFEFF"} {
+		for _, mark := range []string{"", "\uFEFF", "\uFEFF \n", "\r\n", "\uFEFF" + strings.Repeat(" ", 200)} {
 			var body []byte
-			for _, unit := range utf16.Encode([]rune(mark + `{"model":"qwen"}`)) {
+			for _, unit := range utf16.Encode([]rune(mark + "{" + strings.TrimPrefix(mark, "\uFEFF") + `"model":"qwen"}`)) {
 				body = order.AppendUint16(body, unit)
 			}
 			for _, kind := range []string{"", jsonType, "text/plain; charset=utf-16", "application/octet-stream"} {
