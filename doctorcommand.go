@@ -187,7 +187,7 @@ func openDrivers(ctx caddy.Context, s *doctor.Site, app *App) {
 		if len(c.LifecycleRaw) == 0 { // its fault is told
 			continue
 		}
-		d, err := openDriver(ctx, c, s.Timeout, app)
+		d, err := openDriver(ctx, c, s, app)
 		if err != nil {
 			s.Faults = append(s.Faults, faultlines.Prefix(title(c), err))
 			continue
@@ -196,15 +196,18 @@ func openDrivers(ctx caddy.Context, s *doctor.Site, app *App) {
 	}
 }
 
-func openDriver(ctx caddy.Context, c *config.Consumer, timeout time.Duration, app *App) (lifecycle.Driver, error) {
+func openDriver(ctx caddy.Context, c *config.Consumer, s *doctor.Site, app *App) (lifecycle.Driver, error) {
 	raw := c.LifecycleRaw // is taken away
 	guest, err := loadLifecycle(ctx, c)
 	c.LifecycleRaw = raw
 	if err != nil {
 		return nil, err
 	}
+	if n, ok := guest.(lifecycle.Namer); ok {
+		s.Warnings = append(s.Warnings, sameModels(c, n.ModelNames())...)
+	}
 	return guest.Open(lifecycle.Deps{Consumer: c.Name, Upstream: c.Upstream, Logger: zap.NewNop(),
-		Limits: lifecycle.NewLimits(min(timeout, time.Duration(app.ProbeTimeout)), 0)})
+		Limits: lifecycle.NewLimits(min(s.Timeout, time.Duration(app.ProbeTimeout)), 0)})
 }
 
 // checkRoutes says what is wrong with the directives gpu_broker.

@@ -156,3 +156,38 @@ http://localhost:28999 {
 		}
 	}
 }
+
+// The server has one model, and each name would be booked.
+func TestK7_TwoNamesOfOneModelAreToldByTheServersOwnComparison(t *testing.T) {
+	site := file(t, "Caddyfile", `{
+	admin off
+	gpu_broker {
+		gpu simulated 16GiB {
+			dir `+t.TempDir()+`
+		}
+		consumer ollama {
+			preset ollama
+			upstream 127.0.0.1:1
+			model small {
+				vram 5GiB
+			}
+			model large {
+				vram 5GiB
+			}
+			model Small:latest {
+				vram 5GiB
+			}
+		}
+	}
+}
+
+http://localhost:28998 {
+	gpu_broker ollama
+	reverse_proxy {http.gpu_broker.upstream}
+}
+`)
+	out, err := command(t, "doctor", "--json", "--config", site)
+	require.Error(t, err)
+	require.Contains(t, out, `models \"small\" and \"Small:latest\" are one to its server`)
+	require.NotContains(t, out, `\"large\"`)
+}

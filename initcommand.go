@@ -126,7 +126,7 @@ func discover(ctx context.Context, timeout time.Duration) *doctor.Discovery {
 		if err := config.Resolve(b, lookUpPreset); err != nil {
 			return nil, err
 		}
-		return openDriver(cctx, b.Consumers[0], timeout, &App{Broker: *b})
+		return openDriver(cctx, b.Consumers[0], &doctor.Site{Timeout: timeout}, &App{Broker: *b})
 	})
 }
 

@@ -128,6 +128,7 @@ func (a *App) loadGuests(ctx caddy.Context, g *broker.Generation) error {
 		g.Lifecycles[c.Name] = guest
 		if n, ok := guest.(lifecycle.Namer); ok {
 			a.modelNames[c.Name] = n.ModelNames()
+			tell(ctx.Logger(), false, sameModels(c, n.ModelNames()))
 		}
 		if _, http := guest.(*httplife.Lifecycle); !http {
 			a.starts[c.Name] = true

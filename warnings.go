@@ -3,8 +3,10 @@ package gpubroker
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -18,6 +20,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/doctor"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
 // told are the warnings that were logged while a Caddyfile was adapted. The
@@ -85,6 +88,21 @@ func warnAdapting(b *config.Broker) {
 		}
 	}
 	tell(caddy.Log().Named("gpu_broker"), true, warnings)
+}
+
+// sameModels are the models of a consumer that are one to its server: each would be booked by itself.
+func sameModels(c *config.Consumer, compare lifecycle.Names) (out []config.Warning) {
+	first := map[string]string{}
+	for _, m := range c.Models {
+		key := compare.Key(m.Name)
+		if other, twice := first[key]; twice {
+			out = append(out, config.NewWarning(faultlines.Title("consumer "+strconv.Quote(c.Name), m.Source),
+				fmt.Errorf("models %q and %q are one to its server, and each would be booked: leave one out, and give the other its name as alias if clients use it", other, m.Name)))
+			continue
+		}
+		first[key] = m.Name
+	}
+	return out
 }
 
 // samplerDoubts are what is doubtful in the configuration of a sampler.
