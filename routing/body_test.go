@@ -215,3 +215,13 @@ func TestBodyThatBreaksOffIsTheClientsError(t *testing.T) {
 	require.NoError(t, err)
 	require.Empty(t, left)
 }
+
+func TestAPlainStringIsReadWithoutACopy(t *testing.T) {
+	plain, escaped := value{kind: '"', text: `"llama3.2:3b"`}, value{kind: '"', text: `"llama\u0033.2:3b"`}
+	require.Zero(t, testing.AllocsPerRun(100, func() { _, _ = plain.string("model", MaxName) }))
+	for _, v := range []value{plain, escaped} {
+		text, err := v.string("model", MaxName)
+		require.NoError(t, err)
+		require.Equal(t, "llama3.2:3b", text)
+	}
+}

@@ -60,8 +60,8 @@ func (v value) equals(other value) bool {
 	case v.kind != '"':
 		return false
 	}
-	a, errA := unquote([]byte(v.text))
-	b, errB := unquote([]byte(other.text))
+	a, errA := unquote(v.text)
+	b, errB := unquote(other.text)
 	return errA == nil && errB == nil && a == b
 }
 
@@ -75,10 +75,8 @@ func (v value) string(field string, longest int) (string, error) {
 	case v.long:
 		return "", tooLong(field, longest)
 	}
-	text, err := "", error(nil)
-	if simple(v.text) {
-		text = v.text[1 : len(v.text)-1]
-	} else if text, err = unquote([]byte(v.text)); err != nil {
+	text, err := unquote(v.text)
+	if err != nil {
 		return "", bad("field %q: %v", field, err)
 	}
 	if len(text) > longest {
@@ -100,7 +98,7 @@ func (v value) number(field string) (n float64, said bool, _ error) {
 	case v.long:
 		return 0, false, bad("field %q must be a number, it is a text of more than %d bytes", field, maxCapture)
 	case v.kind == '"':
-		inner, err := unquote([]byte(text))
+		inner, err := unquote(text)
 		if err != nil {
 			return 0, false, bad("field %q: %v", field, err)
 		}
@@ -165,12 +163,13 @@ func (v value) what() string {
 	return "a number"
 }
 
-// unquote decodes a JSON string.
-func unquote(text []byte) (s string, err error) {
+// unquote decodes a JSON string. A text that stands for itself is not copied.
+func unquote[T string | []byte](text T) (string, error) {
 	if simple(text) {
 		return string(text[1 : len(text)-1]), nil
 	}
-	err = json.Unmarshal(text, &s)
+	var s string // on the heap, so only here
+	err := json.Unmarshal([]byte(text), &s)
 	return s, err
 }
 
