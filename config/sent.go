@@ -44,7 +44,7 @@ func (f *faults) checkSent(at string, c *Consumer, m *Model) {
 			f.add(at, "%w", err)
 		}
 	}
-	words := map[string][]string{}
+	words := map[string][]string{} // by field, as the server tells them apart
 	note := func(word, field string, value json.RawMessage) {
 		if err := CheckChangedField(field); err != nil {
 			f.add(at, "%s: %w", word, err)
@@ -54,6 +54,9 @@ func (f *faults) checkSent(at string, c *Consumer, m *Model) {
 		}
 		if c.namesModelIn(field) {
 			f.add(at, "%s %s: that field names the model: write send_as NAME instead", word, field)
+		}
+		if c.FoldKeys {
+			field = strings.ToLower(field)
 		}
 		words[field] = append(words[field], word)
 	}
@@ -75,10 +78,13 @@ func (f *faults) checkSent(at string, c *Consumer, m *Model) {
 
 // namesModelIn reports whether a JSON field names the model in the requests of c.
 func (c *Consumer) namesModelIn(field string) bool {
-	if len(c.ModelFrom) == 0 {
-		return field == (ModelFrom{Source: FromBody}).Field()
+	from := c.ModelFrom
+	if len(from) == 0 {
+		from = []ModelFrom{{Source: FromBody}}
 	}
-	return slices.ContainsFunc(c.ModelFrom, func(m ModelFrom) bool { return m.Source == FromBody && m.Field() == field })
+	return slices.ContainsFunc(from, func(m ModelFrom) bool {
+		return m.Source == FromBody && (m.Field() == field || c.FoldKeys && strings.EqualFold(m.Field(), field))
+	})
 }
 
 // CheckFallbackAs returns an error if a name is given for a consumer that is no fallback, or can't be sent.

@@ -26,10 +26,16 @@ func TestN3_WhatContradictsItselfInWhatServersGetIsRefused(t *testing.T) {
 		`set and default: the field "a" is given twice`:                        func(_, _ *Consumer, m *Model) { m.Set, m.Default = raw("1"), raw("2") },
 		`set model: that field names the model: write send_as NAME instead`:    func(_, _ *Consumer, m *Model) { m.Set = map[string]json.RawMessage{"model": json.RawMessage(`"b"`)} },
 		`strip model: that field names the model`:                              func(_, _ *Consumer, m *Model) { m.Strip = []string{"model"} },
-		`default a: its value is not JSON`:                                     func(_, _ *Consumer, m *Model) { m.Default = raw("{") },
-		`send_as is for consumers without models`:                              func(llm, _ *Consumer, _ *Model) { llm.SendAs = "x" },
-		`fallback_as names other, which is not among its fallbacks`:            func(llm, _ *Consumer, _ *Model) { llm.FallbackAs = map[string]string{"other": "x"} },
-		`strip: the field has no name`:                                         func(_, _ *Consumer, m *Model) { m.Strip = []string{""} },
+		`strip MODEL: that field names the model`:                              func(llm, _ *Consumer, m *Model) { llm.FoldKeys, m.Strip = true, []string{"MODEL"} },
+		`default Name: that field names the model`: func(llm, _ *Consumer, m *Model) {
+			llm.FoldKeys, llm.ModelFrom = true, []ModelFrom{{Source: FromBody, Name: "name"}}
+			m.Default = map[string]json.RawMessage{"Name": json.RawMessage(`"b"`)}
+		},
+		`set and strip: the field "a" is given twice`:               func(llm, _ *Consumer, m *Model) { llm.FoldKeys, m.Set, m.Strip = true, raw("1"), []string{"A"} },
+		`default a: its value is not JSON`:                          func(_, _ *Consumer, m *Model) { m.Default = raw("{") },
+		`send_as is for consumers without models`:                   func(llm, _ *Consumer, _ *Model) { llm.SendAs = "x" },
+		`fallback_as names other, which is not among its fallbacks`: func(llm, _ *Consumer, _ *Model) { llm.FallbackAs = map[string]string{"other": "x"} },
+		`strip: the field has no name`:                              func(_, _ *Consumer, m *Model) { m.Strip = []string{""} },
 	} {
 		b := broker(change)
 		text := ""
