@@ -107,6 +107,9 @@ func (h *Handler) provisionTargets() (err error) {
 		fields = h.sources.Fields()
 	}
 	changed := h.changedFields()
+	if h.StreamBody && len(changed) > 0 {
+		return errors.New("stream_body passes bodies on unread, but set, default and strip of a model must change them: leave one of them out")
+	}
 	if h.ReadsBody() || len(fields) > 0 || len(changed) > 0 {
 		h.plan, err = routing.NewPlan(fields, h.Metadata, h.TrustBody)
 	}

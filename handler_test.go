@@ -290,3 +290,25 @@ func handleNamed(b *testing.B) {
 }
 
 func BenchmarkHandlerByModel(b *testing.B) { handleNamed(b) }
+
+// The model's name is in a header, and yet its server gets another body than the client sends.
+func TestARouteThatMustChangeBodiesCannotStreamThem(t *testing.T) {
+	for _, change := range []map[string]any{{"set": map[string]any{"a": 1}}, {"default": map[string]any{"a": 1}}, {"strip": []string{"a"}}, nil} {
+		model := map[string]any{"name": "m", "vram": "1GiB"}
+		for word, value := range change {
+			model[word] = value
+		}
+		_, ctx := newApp(t, map[string]any{"name": "a", "upstream": "127.0.0.1:1", "models": []any{model}, "model_from": []any{map[string]any{"source": "header", "name": "X-Model"}}})
+		for _, route := range []gpucaddyfile.Route{
+			{Consumer: "a", StreamBody: true},
+			{StreamBody: true, ModelFrom: []config.ModelFrom{{Source: config.FromHeader, Name: "X-Model"}}},
+		} {
+			err := (&Handler{Route: route}).Provision(ctx)
+			if change == nil {
+				require.NoError(t, err)
+				continue
+			}
+			require.ErrorContains(t, err, "stream_body passes bodies on unread, but set, default and strip")
+		}
+	}
+}
