@@ -1,13 +1,11 @@
 package gpubroker
 
 import (
-	"errors"
 	"fmt"
 	"net/http"
 	"strings"
 
 	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 )
 
 // misrouted returns the error for a request whose reverse_proxy went to an address without a host, which is what a misspelt
@@ -26,8 +24,7 @@ func misrouted(repl *caddy.Replacer, consumer, upstream string) *failure {
 
 // blameSite is err, of a request that needs no GPU, unless it is the site's configuration that is wrong: then it answers so.
 func (h *Handler) blameSite(w http.ResponseWriter, r *http.Request, repl *caddy.Replacer, t *target, err error) error {
-	var dial reverseproxy.DialError
-	if err == nil || !errors.As(err, &dial) {
+	if !refusedDial(err) {
 		return err
 	}
 	f := misrouted(repl, t.name, t.upstream)

@@ -194,7 +194,7 @@ var (
 	errCut    = errors.New("the connection was cut")
 )
 
-// ranOut says whether a request has run for longer than it may.
+// ranOut reports whether a request has run for longer than it may.
 func ranOut(r *http.Request) bool { return errors.Is(context.Cause(r.Context()), errMaxRun) }
 
 // brokeOff reports whether the request to the server ended before its answer did, because its client left or we ended it.
@@ -229,6 +229,9 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 
 // refusedDial reports whether nothing was sent, as the server did not take the connection.
 func refusedDial(err error) bool {
+	if err == nil {
+		return false // without the allocation that errors.As costs
+	}
 	var dial reverseproxy.DialError
 	return errors.As(err, &dial)
 }

@@ -1,7 +1,6 @@
 package gpubroker
 
 import (
-	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -11,7 +10,6 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
@@ -70,12 +68,10 @@ func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
 		t.priority = n
 	}
 	t.priority = h.PriorityRange.Clamp(t.priority)
-	ladder := c.Fallback
 	t.sent = newSent(c)
+	ladder := c.Fallback
 	if len(h.Fallback) > 0 {
 		t.sent.fallbackAs = h.FallbackAs
-	}
-	if len(h.Fallback) > 0 {
 		ladder = slices.DeleteFunc(slices.Clone(h.Fallback), func(name string) bool { return name == c.Name })
 	}
 	if len(ladder) > 0 {
@@ -124,14 +120,14 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 	} else {
 		err = next.ServeHTTP(w, r)
 	}
-	var dial reverseproxy.DialError
-	if errors.As(err, &dial) {
-		upstream, _ := j.repl.GetString("http.gpu_broker.upstream")
-		if f := misrouted(j.repl, t.name, upstream); f != nil {
-			return j.fail(w, r, f)
-		}
+	if !refusedDial(err) {
+		return err
 	}
-	if t.starts && errors.As(err, &dial) { // it has just been started, or is being stopped
+	upstream, _ := j.repl.GetString("http.gpu_broker.upstream")
+	if f := misrouted(j.repl, t.name, upstream); f != nil {
+		return j.fail(w, r, f)
+	}
+	if t.starts { // it has just been started, or is being stopped
 		return j.fail(w, r, notRunning(t.name))
 	}
 	return err
