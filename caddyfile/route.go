@@ -138,9 +138,6 @@ func (r *Route) Doubts() (out []error) {
 	if err := gpu.CheckUnit("max_body", r.MaxBody, gpu.LeastBody); err != nil {
 		out = append(out, err)
 	}
-	if r.PinPrimary && len(r.Fallback) > 0 {
-		out = append(out, errors.New("it has fallback and pin_primary, which never takes a fallback: leave one of them out"))
-	}
 	return out
 }
 
