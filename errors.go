@@ -217,7 +217,7 @@ func keptReason(message string) string {
 	return message[:cutAt(message, maxReason)] + "…" // a new text: the message is not kept with it
 }
 
-// allowOrigin lets a page of another origin read the error, as the model server would let it read its answer.
+// allowOrigin lets a page of another origin read an answer of the broker, as the model server would let it read its own.
 func allowOrigin(header http.Header, r *http.Request) {
 	origin := r.Header.Get("Origin")
 	if origin == "" || header.Get("Access-Control-Allow-Origin") != "" {

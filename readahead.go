@@ -15,7 +15,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/routing"
 )
 
-// hasBody says whether a request has a body that can be read ahead. That of a
+// hasBody reports whether a request has a body that can be read ahead. That of a
 // CONNECT is a tunnel, such as a websocket over HTTP/2: it has no end to read to.
 func hasBody(r *http.Request) bool {
 	return r.ContentLength != 0 && r.Body != nil && r.Body != http.NoBody && r.Method != http.MethodConnect
@@ -71,7 +71,7 @@ func sender(r *http.Request) string {
 	return address
 }
 
-// bodyError says what became of a body that could not be read ahead.
+// bodyError returns the error for a body that could not be read ahead.
 func bodyError(r *http.Request, err error) error {
 	var tooLarge *http.MaxBytesError
 	var network *net.OpError

@@ -160,7 +160,7 @@ func (p *Preset) residency(l *httplife.Lifecycle) string {
 	return text
 }
 
-// comparison says how the server compares models' names; empty: byte by byte.
+// comparison describes how the server compares models' names; empty: byte by byte.
 func comparison(l *httplife.Lifecycle) string {
 	var ways []string
 	if l.ModelFoldCase {
