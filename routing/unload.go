@@ -33,21 +33,24 @@ func (y *Body) Unloads(u config.UnloadRequest) (_ Unload, ok bool) {
 		return Unload{}, false
 	}
 	out := Unload{Only: true}
-	zeros := 0
+	asked := false
 	for key, value := range fields {
 		switch {
 		case strings.EqualFold(key, u.Zero):
 			if !isZero(value) {
 				return Unload{}, false
 			}
-			zeros++
+			asked = true
 		case slices.ContainsFunc(u.Empty, func(field string) bool { return strings.EqualFold(field, key) }):
 			out.Only = out.Only && isEmpty(value)
 		case strings.EqualFold(key, "model"):
 			_ = json.Unmarshal(value, &out.Model) // one that is no text names none
 		}
 	}
-	return out, zeros > 0
+	if !asked {
+		return Unload{}, false
+	}
+	return out, true
 }
 
 // mayBeZero reports whether a field of this name seems to be followed by something that begins as a zero does. It does not allocate.

@@ -69,6 +69,7 @@ func TestABodyThatAsksForNoUnloadIsNotDecoded(t *testing.T) {
 func FuzzUnloads(f *testing.F) {
 	f.Add([]byte(`{"model":"m","keep_alive":0}`))
 	f.Add([]byte(`{"keep_alive":"0s","prompt":[]}`))
+	f.Add([]byte(`{"0keep_alive":0}`))
 	f.Fuzz(func(t *testing.T, body []byte) {
 		y := &Body{memory: body}
 		if said, ok := y.Unloads(config.UnloadRequest{Zero: "keep_alive", Empty: []string{"prompt"}}); !ok && said != (Unload{}) {
