@@ -113,7 +113,7 @@ type slot struct{ consumer, model string }
 
 // look cuts the requests whose clients have made no progress for too long. Answers and tunnels only while others wait for their GPU.
 func (p *pooled) look(now time.Time, l limits) {
-	tunnels := map[slot][]broker.Lease{}
+	var tunnels map[slot][]broker.Lease
 	p.running.each(func(j *job) {
 		over, limit := j.progress.rests(now, l)
 		switch {
@@ -122,6 +122,9 @@ func (p *pooled) look(now time.Time, l limits) {
 			p.cutFor(j, codeUploadStalled, fmt.Sprintf("an upload to consumer %q made no progress for %s (upload_idle)", j.target.name, limit))
 		case !p.broker.Contended(j.lease):
 		case j.tunnel.Load():
+			if tunnels == nil {
+				tunnels = map[slot][]broker.Lease{}
+			}
 			at := slot{j.target.name, j.model}
 			tunnels[at] = append(tunnels[at], j.lease)
 		default:

@@ -138,7 +138,7 @@ type Consumer struct {
 	// Other names by which requests may ask for it, such as `qwen2.5:7b`.
 	Alias []string `json:"alias,omitempty"`
 	// The model's name that its server gets, in place of the one that the client sent: for a server that knows one name only. `client`: always the
-	// client's. Default: the client's, and where it serves as another consumer's fallback, its first alias. For consumers without models.
+	// client's. Default: the client's, and where it serves as another consumer's fallback on a route with model_from, its first alias. For consumers without models.
 	SendAs string `json:"send_as,omitempty"`
 	// What is known of a kind of server, such as `ollama` or `comfyui`: `caddy gpu-broker presets` lists them all. With a
 	// slash or a dot in it, it is the path of a file of your own, in the same form. Everything in a preset can be overridden here:
@@ -185,7 +185,7 @@ type Consumer struct {
 	ConflictsWith []string `json:"conflicts_with,omitempty"`
 	// Consumers that may serve its requests instead, while it can't be used without unloading another: the first that is loaded does.
 	Fallback []string `json:"fallback,omitempty"`
-	// The model's name that a fallback gets with this consumer's requests, by the fallback's name. Default: the fallback's send_as, else its first alias.
+	// The model's name that a fallback gets with this consumer's requests, by the fallback's name. Default: the fallback's send_as, else, on a route with model_from, its first alias.
 	FallbackAs map[string]string `json:"fallback_as,omitempty"`
 	// Its requests never go to a fallback.
 	PinPrimary bool `json:"pin_primary,omitempty"`
