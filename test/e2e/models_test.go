@@ -274,7 +274,7 @@ func TestARequestThatNamesNoKnownModelEvictsNothing(t *testing.T) {
 		{"/", jsonType, `{}`, 400, "bad_request", `this request names no model: name it in the field "model" of the body, or in the parameter "model" of the query`},
 		{"/", jsonType, `{"model":null}`, 400, "bad_request", "names no model"},
 		{"/", jsonType, ``, 400, "bad_request", "names no model"},
-		{"/", "audio/wav", `{"model":"whisper"}`, 400, "bad_request", "names no model"},
+		{"/", "audio/wav", `RIFF{"model":"whisper"}`, 400, "bad_request", "names no model"},
 		{"/", kind, string(form[:len(form)-200]), 400, "bad_request", "it ends too soon"},
 		{"/", "multipart/form-data", string(form), 400, "bad_request", "without a boundary"},
 	} {
