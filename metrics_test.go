@@ -56,6 +56,7 @@ func TestMetricsTellHowBusyAGPUIsIfTheDriverDoes(t *testing.T) {
 }
 
 func TestResidencyIsCountedByConsumerAndTellsDaysApart(t *testing.T) {
+	t.Cleanup(func() { metrics.residency.DeleteLabelValues("stays") })
 	observer{}.Resided("stays/one", 30*time.Second)
 	observer{}.Resided("stays/another", 2*24*time.Hour)
 	h := gathered(t, metrics.residency)["caddy_gpu_broker_residency_seconds stays"].GetHistogram()
@@ -88,6 +89,7 @@ func TestEveryDocumentedErrorCodeHasASeries(t *testing.T) {
 }
 
 func TestN2_ASeriesThatExistsKeepsItsValue(t *testing.T) {
+	t.Cleanup(func() { metrics.loads.DeleteLabelValues("kept"); metrics.passed.DeleteLabelValues("kept") })
 	createSeries([]string{"kept"})
 	metrics.loads.WithLabelValues("kept").Inc()
 	countPassed("kept")
