@@ -76,7 +76,7 @@ func (sh *sheet) add(c *card, sl *slot) bool {
 	if h == nil {
 		return false
 	}
-	sh.entries = append(sh.entries, Entry{State: sl.state, Booking: h.booking, Residue: h.residue, Drop: h.drop, Settled: sl.settledOn(c), Measured: h.measured, HasMeasured: h.hasMeas})
+	sh.entries = append(sh.entries, Entry{State: sl.state, Booking: h.booking, Residue: h.residue, Drop: h.drop, Blind: h.blind, Settled: sl.settledOn(c), Measured: h.measured, HasMeasured: h.hasMeas})
 	sh.slots, sh.holds = append(sh.slots, sl), append(sh.holds, h)
 	return true
 }

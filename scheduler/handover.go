@@ -394,7 +394,7 @@ func (s *State) load(now time.Time, t *slot) {
 	need, avail := s.needOf(t)
 	s.cards(t, func(c *card, h *holding) {
 		h.loadOut = s.outsiders(c)
-		h.booking, h.loadFree, h.before = t.claim(), c.Free, h.residue
+		h.booking, h.loadFree, h.blind, h.before = t.claim(), c.Free, !c.Known, h.residue
 		h.residue, h.drop, h.frozen, h.hasMeas, h.peak, h.guessed = 0, 0, false, false, 0, false
 	})
 	t.settled, t.loadAt = false, now
@@ -436,7 +436,9 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 	s.cards(t, func(c *card, h *holding) {
 		h.residue, h.baseOut = s.leftBehind(c, t)
 		h.guessed = h.residue > 0 && !h.hasMeas
-		h.base, h.baseFree = h.residue, h.loadFree-h.residue
+		if h.base, h.baseFree = h.residue, h.loadFree-h.residue; h.blind {
+			h.baseFree = c.Free
+		}
 		h.booking, h.drop, h.hasMeas = 0, 0, false
 	})
 	s.doubt(now, t)

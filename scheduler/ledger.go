@@ -16,6 +16,7 @@ type Entry struct {
 	Booking     gpu.Bytes // what it is counted for: its claim, raised to what it was seen to take
 	Residue     gpu.Bytes // IDLE: what its process still holds
 	Drop        gpu.Bytes // by how much free memory fell since its load began
+	Blind       bool      // there was no telemetry when its load began: Drop says nothing
 	Settled     bool      // READY: a job has ended since its load, so it has taken what it takes
 	Measured    gpu.Bytes // by process; valid if HasMeasured
 	HasMeasured bool
@@ -55,7 +56,7 @@ func account(c Card, entries []Entry, seen []gpu.Bytes) Ledger {
 	var explained gpu.Bytes
 	for i := range entries {
 		e := &entries[i]
-		if e.State == Unknown && !e.HasMeasured {
+		if e.unseen() {
 			continue
 		}
 		l.Seen[i] = e.seen()
@@ -63,7 +64,7 @@ func account(c Card, entries []Entry, seen []gpu.Bytes) Ledger {
 	}
 	for i := range entries { // given out last, in the order of the config
 		e := &entries[i]
-		if e.State == Unknown && !e.HasMeasured {
+		if e.unseen() {
 			l.Seen[i] = clamp(l.Used-explained, 0, e.Booking)
 			explained += l.Seen[i]
 		}
@@ -72,7 +73,15 @@ func account(c Card, entries []Entry, seen []gpu.Bytes) Ledger {
 	return l
 }
 
-// seen is v of accounting §1, but for UNKNOWN.
+// unseen reports whether nothing tells how much of the memory in use is an entry's: all that is left may be.
+func (e *Entry) unseen() bool {
+	if e.HasMeasured {
+		return false
+	}
+	return e.State == Unknown || e.Blind && (e.State == Loading || e.State == Ready && !e.Settled)
+}
+
+// seen is v of accounting §1 where something tells it.
 func (e *Entry) seen() gpu.Bytes {
 	switch {
 	case e.HasMeasured:

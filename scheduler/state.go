@@ -192,6 +192,7 @@ type holding struct {
 	loadOut  gpu.Bytes // … and foreign
 	before   gpu.Bytes // its residue when its load began, until it is known whether it was used again
 	drop     gpu.Bytes
+	blind    bool // there was no telemetry when its load began: loadFree is not known
 	frozen   bool // another transition began since: drop and residue don't follow free memory any more
 	guessed  bool // IDLE: the residue may be an outsider's who came during a load that failed
 	measured gpu.Bytes

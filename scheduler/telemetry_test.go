@@ -66,6 +66,74 @@ func TestK6_ATotalThatWasReadOnceStaysKnown(t *testing.T) {
 	require.Len(t, f.said("telemetry_back"), 1)
 }
 
+// blinded is a GPU of 16 GiB without telemetry, and free MiB of which are told again by sight.
+func blinded(t *testing.T, slots ...SlotConfig) (f *fixture, sight func(free gpu.Bytes)) {
+	f = given(t, 16384, slots...)
+	f.cards[0] = Device{UUID: "GPU-0", Total: 16 * gpu.GiB, Reason: "insufficient permissions"}
+	f.sample()
+	return f, func(free gpu.Bytes) {
+		f.cards[0] = Device{UUID: "GPU-0", Total: 16 * gpu.GiB, Free: free * gpu.MiB, Known: true}
+		f.sample()
+	}
+}
+
+func TestK6_WhatWasLoadedWithoutTelemetryIsNoOutsidersMemoryWhenItIsBack(t *testing.T) {
+	t.Run("while it loads", func(t *testing.T) {
+		f, sight := blinded(t, server("a", 9000), server("b", 9000))
+		f.submit("a")
+		sight(16384 - 5000)
+		require.Zero(t, f.outsiders())
+		b := f.submit("b")
+		for range 12 {
+			f.look(time.Second)
+		}
+		f.requireWaiting(b)
+		f.use(4000)
+		f.loaded("a")
+		f.release(f.lastJob("a"))
+		for range 5 { // its load took so long that it holds its place for a while
+			f.look(time.Second)
+		}
+		f.evicted("a", 9000)
+		f.loaded("b")
+		f.requireRunning(b)
+	})
+	t.Run("its first job has not ended", func(t *testing.T) {
+		f, sight := blinded(t, server("a", 9000))
+		f.submit("a")
+		f.loaded("a")
+		sight(16384 - 9400)
+		require.EqualValues(t, 400, f.outsiders())
+	})
+	t.Run("its first job ended after the look", func(t *testing.T) {
+		f, _ := blinded(t, server("a", 9000), server("b", 9000))
+		a := f.submit("a")
+		f.loaded("a")
+		seen := f.now
+		f.advance(time.Second)
+		f.release(a)
+		f.cards[0] = Device{UUID: "GPU-0", Total: 16 * gpu.GiB, Free: 7384 * gpu.MiB, Known: true}
+		f.step(Sampled{At: seen, Devices: f.cards})
+		require.Zero(t, f.outsiders())
+		b := f.submit("b")
+		f.evicted("a", 9000)
+		f.loaded("b")
+		f.requireRunning(b)
+	})
+	t.Run("its load fails and leaves some behind", func(t *testing.T) {
+		f, sight := blinded(t, server("a", 9000))
+		a := f.submit("a")
+		sight(16384 - 3000)
+		f.loadFails("a", "exit status 1")
+		f.requireRefused(a, LoadFailed)
+		f.look(time.Second)
+		require.Zero(t, f.outsiders())
+		f.use(-3000)
+		f.look(time.Second)
+		require.Zero(t, f.slot("a").Holds[0].Residue)
+	})
+}
+
 func TestK6_AGPUThatIsIdentifiedLaterTakesThePlaceOfItsStandIn(t *testing.T) {
 	for name, standIn := range map[string]Device{
 		"it did not answer at first": {UUID: "index-0", Lost: true, Reason: "GPU is lost"},
