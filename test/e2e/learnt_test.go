@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -35,15 +34,7 @@ func (s *site) kill() {
 // again starts the site's Caddy after halt or kill, and waits for its first probes.
 func (s *site) again() {
 	s.t.Helper()
-	log, err := os.OpenFile(filepath.Join(s.dir, "caddy.log"), os.O_APPEND|os.O_WRONLY, 0)
-	require.NoError(s.t, err)
-	defer log.Close()
-	old := s.cmd
-	s.cmd = exec.Command(old.Path, old.Args[1:]...)
-	s.cmd.Env, s.cmd.Stdout, s.cmd.Stderr = old.Env, log, log
-	require.NoError(s.t, s.cmd.Start())
-	s.client.CloseIdleConnections()
-	s.until("the site answers again", func() bool { a := s.get("/gpu/healthz"); return a.err == nil && a.status == 200 })
+	s.startAgain()
 	s.until("the first probes and the first sample are in", func() bool {
 		st := s.status()
 		for _, c := range st.Consumers {

@@ -135,6 +135,52 @@ func TestKilledCaddyLeavesNoChild(t *testing.T) {
 	s.serve("two")
 }
 
+// escaping is a shell that starts a worker which leaves its group and holds 4 GiB of the GPU, and becomes the server.
+const escaping = "/bin/sh -c \"setsid sleep 1000000 & echo 0 4GiB > {$SIM_DIR}/$!; exec %s\""
+
+// The next start reaps what the kernel did not end with Caddy, and counts its memory as free once it is.
+func TestFC28_TheMemoryOfAKilledCaddysWorkersIsFreeAtTheNextStart(t *testing.T) {
+	t.Parallel()
+	for name, ask := range map[string]func(s *site){
+		"its own server is asked for": func(s *site) { s.serve("one") },
+		"another is asked for":        func(s *site) { s.serve("two") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := supervised(t, "", nil, started{name: "one", vram: "11GiB", args: "-vram 7GiB", wrap: escaping}, started{name: "two", vram: "10GiB"})
+			s.serve("one")
+			one := s.process("one").PID
+			s.until("the server and its worker hold 11 of 12 GiB", func() bool { return s.status().GPUs[0].Free == int64(gib(1)) })
+			worker := workersHolding(t, s.sim, one)
+			require.Len(t, worker, 1)
+			s.kill()
+			s.until("the server is gone", func() bool { return len(groupOf(t, one)) == 0 })
+			require.Equal(t, worker, workersHolding(t, s.sim, one), "its worker has survived Caddy")
+			require.NoError(t, syscall.Kill(worker[0], 0))
+
+			s.again()
+			ask(s)
+			require.Zero(t, s.metric(`errors_total{code="vram_exhausted",consumer="one"}`)+s.metric(`errors_total{code="vram_exhausted",consumer="two"}`))
+			s.until("nobody else holds any", func() bool { return s.status().GPUs[0].Outsiders == 0 })
+			require.NotContains(t, workersHolding(t, s.sim, 0), worker[0], "it is reaped")
+		})
+	}
+}
+
+// workersHolding lists the processes that hold memory of the simulated GPU, but for one.
+func workersHolding(t *testing.T, dir string, but int) (pids []int) {
+	t.Helper()
+	files, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	for _, f := range files {
+		number, _, _ := strings.Cut(f.Name(), "-")
+		if pid, err := strconv.Atoi(number); err == nil && pid != but {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
 // groupOf lists the live processes of a process group.
 func groupOf(t testing.TB, group int) (pids []int) {
 	t.Helper()
