@@ -24,11 +24,7 @@ func TestK9_TheNextLoadClaimsWhatWasSeenAlsoAfterARestart(t *testing.T) {
 			vram := strings.Fields(strings.ReplaceAll(c.Lines, "lifecycle_by_hand", ""))[1]
 			require.Equal(t, "config", s.status().Consumers["a"].Slots[0].ClaimSource)
 			s.serve("a")
-			served := time.Now()
-			s.until("its memory is seen", func() bool {
-				at, err := time.Parse(time.RFC3339Nano, s.status().GPUs[0].SampledAt)
-				return err == nil && at.After(served)
-			})
+			s.looked()
 			s.serve("b")
 			slot := s.status().Consumers["a"].Slots[0]
 			require.Equal(t, int64(c.VRAM), slot.Claim)
@@ -51,4 +47,33 @@ func TestK9_TheNextLoadClaimsWhatWasSeenAlsoAfterARestart(t *testing.T) {
 			s.noOOM()
 		})
 	}
+}
+
+// looked waits for a look at the GPUs that has not begun yet.
+func (s *site) looked() {
+	s.t.Helper()
+	now := time.Now()
+	s.until("the GPUs are looked at", func() bool {
+		at, err := time.Parse(time.RFC3339Nano, s.status().GPUs[0].SampledAt)
+		return err == nil && at.After(now)
+	})
+}
+
+// So it is for a server that the broker starts, whose memory ends with it.
+func TestK9_AStartedServerThatTookMoreThanItsVRAMClaimsItAtItsNextStart(t *testing.T) {
+	t.Parallel()
+	s := supervised(t, "", nil, started{name: "one", vram: "4GiB", args: "-vram 9GiB"}, started{name: "two", vram: "6GiB"})
+	s.serve("one")
+	s.looked()
+	require.Empty(t, s.decisions("claim_raised"), "it has not been loaded by that figure")
+	s.serve("two")
+	require.False(t, s.process("one").Running)
+	s.serve("one")
+	require.False(t, s.process("two").Running, "6 GiB were free, which is more than its vram")
+	said := s.decisions("claim_raised")
+	require.Len(t, said, 1)
+	require.Contains(t, said[0].Reason, "its vram is 4GiB")
+	require.Contains(t, said[0].Reason, "9GiB was seen")
+	require.EqualValues(t, 2, s.status().Scheduler.Evictions)
+	require.Zero(t, s.status().Scheduler.LoadFailures)
 }

@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"bytes"
+	"encoding/json"
 	"io"
 	"net/http"
 	"os"
@@ -73,4 +74,27 @@ func TestK10_ABodyThatCanNotBeKeptIsRefusedInOurForm(t *testing.T) {
 			require.True(t, bytes.Equal(large, a.body))
 		})
 	}
+}
+
+// The clients of audio and of Ollama read it in their own form.
+func TestK10_UploadsThatCanNotBeKeptAreRefusedInTheFormOfTheirClients(t *testing.T) {
+	t.Parallel()
+	s := oneURL(t, layout{}, "model_from body")
+	bodies := filepath.Join(s.dir, "data", "caddy", "gpu_broker", "bodies")
+	require.NoError(t, os.RemoveAll(bodies))
+	require.NoError(t, os.MkdirAll(filepath.Dir(bodies), 0o755))
+	require.NoError(t, os.WriteFile(bodies, nil, 0o644))
+	const size = 1<<20 + 200<<10
+
+	body, contentType := speech(t, size, "whisper-1")
+	a := s.ask("POST", "/v1/audio/transcriptions", contentType, body)
+	require.Contains(t, a.refused(t, http.StatusServiceUnavailable, "storage_full"), "make room")
+	require.Zero(t, s.status().Scheduler.Loads, "nothing is loaded for it")
+
+	a = s.askJSON("/api/chat", `{"model":"llama","messages":[{"role":"user","content":"`+strings.Repeat("a", size)+`"}]}`)
+	require.Equal(t, http.StatusServiceUnavailable, a.status)
+	var doc struct{ Error, Code string }
+	require.NoError(t, json.Unmarshal(a.body, &doc), "%.300s", a.body)
+	require.Equal(t, "storage_full", doc.Code)
+	require.Contains(t, doc.Error, "make room")
 }
