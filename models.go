@@ -299,7 +299,7 @@ func badRequest(err error) error {
 
 // peek looks into a body that was read ahead, and takes its metadata out.
 func (j *job) peek(r *http.Request) (err error) {
-	if j.read, err = j.body.Peek(r.Header, j.handler.plan); err != nil {
+	if j.read, err = j.body.Peek(r.Context(), r.Header, j.handler.plan); err != nil {
 		return peekError(r, err)
 	}
 	j.facts = &j.read

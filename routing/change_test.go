@@ -15,7 +15,7 @@ import (
 func changed(t testing.TB, p *Plan, contentType, body, name string, c *Change) string {
 	t.Helper()
 	r, y := post(t, contentType, []byte(body))
-	_, err := y.Peek(r.Header, p)
+	_, err := y.Peek(r.Context(), r.Header, p)
 	require.NoError(t, err, "%.80s", body)
 	y.Change(p, "another", c) // a second call replaces the first
 	y.Change(p, name, c)

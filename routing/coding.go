@@ -2,6 +2,7 @@ package routing
 
 import (
 	"bufio"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -56,14 +57,18 @@ func contentCodings(h http.Header) (codings []string, _ error) {
 
 // decode is the body without its codings.
 //
-// Errors: *BadBody, ErrTooLarge, ErrNoRoom, ErrSpill.
-func (y *Body) decode(codings []string) (*Body, error) {
-	decoders <- struct{}{}
+// Errors: *BadBody, ErrTooLarge, ErrNoRoom, ErrSpill, or that ctx has ended.
+func (y *Body) decode(ctx context.Context, codings []string) (*Body, error) {
+	select {
+	case decoders <- struct{}{}:
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
 	defer func() { <-decoders }()
 	most := min(y.limits.Body, max(freeSize, y.size*maxRatio))
 	from := io.MultiReader(y.part(0, y.size)...)
 	for i := len(codings) - 1; i >= 0; i-- {
-		layer, err := newDecoder(codings[i], from)
+		layer, err := newDecoder(ctx, codings[i], from)
 		if err != nil {
 			return nil, codingError(codings[i], err)
 		}
@@ -91,10 +96,11 @@ type decoder struct {
 	in     *bufio.Reader // what it decodes
 	left   int64         // how much may come out
 	close  func()
+	ended  func() error // reports why the request has ended; nil while it goes on
 }
 
-func newDecoder(coding string, from io.Reader) (*decoder, error) {
-	d := &decoder{coding: coding, in: bufio.NewReader(from), close: func() {}}
+func newDecoder(ctx context.Context, coding string, from io.Reader) (*decoder, error) {
+	d := &decoder{coding: coding, in: bufio.NewReader(from), close: func() {}, ended: ctx.Err}
 	var err error
 	switch coding {
 	case "gzip", "x-gzip":
@@ -119,6 +125,9 @@ func newDecoder(coding string, from io.Reader) (*decoder, error) {
 
 // Read bounds what comes out, and refuses what follows the end.
 func (d *decoder) Read(p []byte) (int, error) {
+	if err := d.ended(); err != nil {
+		return 0, err
+	}
 	n, err := d.Reader.Read(p)
 	if d.left -= int64(n); d.left < 0 {
 		return 0, fmt.Errorf("%w: it decodes to more than can be taken", ErrTooLarge)

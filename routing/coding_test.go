@@ -5,6 +5,8 @@ import (
 	"compress/flate"
 	"compress/gzip"
 	"compress/zlib"
+	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -46,7 +48,7 @@ func peekCoded(t testing.TB, p *Plan, header string, body []byte, change func(*B
 	t.Helper()
 	r, y := post(t, jsonType, body)
 	r.Header.Set("Content-Encoding", header)
-	facts, err := y.Peek(r.Header, p)
+	facts, err := y.Peek(r.Context(), r.Header, p)
 	if err != nil {
 		return facts, nil, nil, err
 	}
@@ -78,7 +80,7 @@ func TestK4_AnEncodedBodyIsReadAndPassedOnAsItCame(t *testing.T) {
 	}
 	r, y := post(t, jsonType, coded(t, "br", once("gzip")))
 	r.Header["Content-Encoding"] = []string{"gzip", "br"}
-	facts, err := y.Peek(r.Header, p)
+	facts, err := y.Peek(r.Context(), r.Header, p)
 	require.NoError(t, err, "in two lines")
 	require.Equal(t, []string{"qwen"}, facts.Names)
 }
@@ -130,7 +132,7 @@ func TestK4_BombsAreRefusedAndHeldMemoryIsGivenBack(t *testing.T) {
 		}
 		r, y := post(t, jsonType, body)
 		r.Header.Set("Content-Encoding", strings.Join(codings, ","))
-		_, err := y.Peek(r.Header, p)
+		_, err := y.Peek(r.Context(), r.Header, p)
 		require.ErrorIs(t, err, ErrTooLarge, codings)
 		held := y.buffers.Held()
 		require.LessOrEqual(t, held, int64(len(body)))
@@ -165,9 +167,35 @@ func TestK4_WhatABodyDecodesToIsBoundedByMaxBodyAndMaxBuffered(t *testing.T) {
 		y, err := b.Read(r, Limits{Body: c.limit, Total: c.total})
 		require.NoError(t, err)
 		r.Header.Set("Content-Encoding", "gzip")
-		_, err = y.Peek(r.Header, plan(t, []string{"model"}, nil, false))
+		_, err = y.Peek(r.Context(), r.Header, plan(t, []string{"model"}, nil, false))
 		require.ErrorIs(t, err, c.want)
 		y.Close()
 		require.Zero(t, b.Held())
+	}
+}
+
+// What a client that has left sent is not decoded, nor waited for.
+func TestK4_NothingIsDecodedForAClientThatHasLeft(t *testing.T) {
+	p := plan(t, []string{"model"}, nil, false)
+	body := coded(t, "gzip", []byte(`{"model":"qwen","x":"`+strings.Repeat("ab", 200<<10)+`"}`))
+	gone := errors.New("its client has left")
+	for name, busy := range map[string]int{"others are decoded": cap(decoders), "its turn has come": 0} {
+		t.Run(name, func(t *testing.T) {
+			for range busy {
+				decoders <- struct{}{}
+			}
+			r, y := post(t, jsonType, body)
+			r.Header.Set("Content-Encoding", "gzip")
+			ctx, leave := context.WithCancelCause(t.Context())
+			leave(gone)
+			_, err := y.Peek(ctx, r.Header, p)
+			require.ErrorIs(t, err, gone)
+			for range busy {
+				<-decoders
+			}
+			require.Empty(t, decoders)
+			y.Close()
+			require.Zero(t, y.buffers.Held())
+		})
 	}
 }

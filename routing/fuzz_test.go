@@ -207,7 +207,7 @@ func FuzzMultipart(f *testing.F) {
 			return
 		}
 		y := &Body{memory: data, size: int64(len(data))}
-		facts, err := y.Peek(http.Header{"Content-Type": {kind}}, p)
+		facts, err := y.Peek(t.Context(), http.Header{"Content-Type": {kind}}, p)
 		require.Empty(t, y.edits)
 		want, wantErr := modelOfParts(data, boundary)
 		if wantErr != nil {
@@ -307,7 +307,7 @@ func FuzzPeek(f *testing.F) {
 		y, err := NewBuffers(t.TempDir()).Read(r, Limits{Body: total, Total: total})
 		require.NoError(t, err)
 		defer y.Close()
-		if _, err := y.Peek(r.Header, p); err != nil {
+		if _, err := y.Peek(r.Context(), r.Header, p); err != nil {
 			var fault *BadBody
 			require.ErrorAs(t, err, &fault)
 			return

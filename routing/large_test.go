@@ -48,7 +48,7 @@ func TestABodyOf256MiBDoesNotEnterMemory(t *testing.T) {
 			y, err := b.Read(r, Limits{Body: 2 * size, Total: 4 * size})
 			require.NoError(t, err)
 			defer y.Close()
-			facts, err := y.Peek(r.Header, p)
+			facts, err := y.Peek(r.Context(), r.Header, p)
 			require.NoError(t, err)
 			require.Equal(t, []string{"qwen"}, facts.Names)
 			y.Rewind(r)
@@ -110,7 +110,7 @@ func BenchmarkPeek(b *testing.B) {
 				b.SetBytes(int64(len(body)))
 				b.ReportAllocs()
 				for b.Loop() {
-					if _, err := y.Peek(h, p); err != nil {
+					if _, err := y.Peek(b.Context(), h, p); err != nil {
 						b.Fatal(err)
 					}
 				}

@@ -2,6 +2,7 @@ package routing
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -162,8 +163,10 @@ type Facts struct {
 // values is an error: of two servers one reads the first and another the last. Null, and an empty name,
 // count as nothing said. Any other body, and an empty one, say nothing.
 //
-// Errors: *BadBody, ErrEncoding, ErrTooLarge and ErrNoRoom for what it decodes to, or ErrSpill where the body can't be read back.
-func (y *Body) Peek(h http.Header, p *Plan) (Facts, error) {
+// Decoding ends when ctx does.
+//
+// Errors: *BadBody, ErrEncoding, ErrTooLarge and ErrNoRoom for what it decodes to, ErrSpill where the body can't be read back, or the cause that ctx ended.
+func (y *Body) Peek(ctx context.Context, h http.Header, p *Plan) (Facts, error) {
 	if y.size == 0 {
 		return Facts{Names: make([]string, len(p.fields))}, nil
 	}
@@ -172,7 +175,10 @@ func (y *Body) Peek(h http.Header, p *Plan) (Facts, error) {
 		return Facts{}, err
 	}
 	if len(codings) > 0 {
-		if y.decoded, err = y.decode(codings); err != nil {
+		if y.decoded, err = y.decode(ctx, codings); err != nil {
+			if ctx.Err() != nil {
+				return Facts{}, context.Cause(ctx)
+			}
 			return Facts{}, unreadable(err)
 		}
 		y = y.decoded

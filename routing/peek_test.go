@@ -40,7 +40,7 @@ func plan(t testing.TB, fields, metadata []string, trust bool) *Plan {
 func peekAt(t testing.TB, p *Plan, contentType, body string) (Facts, string, error) {
 	t.Helper()
 	r, y := post(t, contentType, []byte(body))
-	facts, err := y.Peek(r.Header, p)
+	facts, err := y.Peek(r.Context(), r.Header, p)
 	if err != nil {
 		return facts, "", err
 	}
@@ -92,7 +92,7 @@ func TestModelMayStandAcrossTheEndOfWhatIsInMemory(t *testing.T) {
 	for before := range len(tail) + 1 { // how much of the tail is in memory
 		body := `{"a":"` + strings.Repeat("b", memoryBody-before-6) + tail
 		r, y := post(t, jsonType, []byte(body))
-		facts, err := y.Peek(r.Header, p)
+		facts, err := y.Peek(r.Context(), r.Header, p)
 		require.NoError(t, err)
 		require.Equal(t, []string{"qwen"}, facts.Names)
 		y.Rewind(r)

@@ -183,7 +183,7 @@ func TestPartsThatServersReadInDifferentWaysAreRefused(t *testing.T) {
 	}
 	r, y := post(t, jsonType, []byte(`{"model":"a"}`))
 	r.Header.Add("Content-Type", "multipart/form-data; boundary=b")
-	_, err := y.Peek(r.Header, p)
+	_, err := y.Peek(r.Context(), r.Header, p)
 	require.ErrorContains(t, err, "different headers Content-Type")
 }
 
