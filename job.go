@@ -25,8 +25,9 @@ type job struct {
 	repl       *caddy.Replacer
 	target     *target // of the consumer that serves it
 	model      string  // … and which of its models, if it has several
-	asked      string  // the name by which its client asked for another name's model or for a consumer with fallbacks; empty: it goes as it is
+	asked      string  // the name by which its client asked, where a server may get another; empty: it goes as it is
 	askedOf    string  // the consumer that this names
+	own        string  // the name by which that consumer's server knows the model; empty: the client's
 	translated bool    // what its server gets is settled
 	turn       bool    // no list names it: at a consumer with models it loads nothing
 	submitted  time.Time

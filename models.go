@@ -237,38 +237,48 @@ func (j *job) named(r *http.Request, name string) (*target, error) {
 		offer := h.pool.broker.Offer(r.Context(), m.only.Name, name)
 		switch offer.Known {
 		case lifecycle.Yes:
-			j.model = offer.As
+			return j.takes(name, h.fixed, offer.As, ""), nil
 		case lifecycle.No: // to ask for it would unload others for nothing
 			return nil, m.missing(name, offer.Listed)
-		default:
-			if j.turn = offer.Elsewhere; !j.turn {
-				j.model = strings.Clone(name)
-			}
 		}
-		return h.fixed, nil
+		if j.turn = offer.Elsewhere; j.turn {
+			return h.fixed, nil
+		}
+		return j.takes(name, h.fixed, strings.Clone(name), ""), nil
 	}
 	consumer := ""
+	var listed []string
 	if m.only != nil {
 		consumer = m.only.Name
-	}
-	if m.only == nil {
-		if t, err := j.automatic(r, name); t != nil || err != nil {
+	} else {
+		var t *target
+		var err error
+		if t, listed, err = j.automatic(r, name); t != nil || err != nil {
 			return t, err
 		}
 	}
-	if consumer, j.model = h.pool.broker.Holder(consumer, name); consumer != "" && h.targets[consumer] != nil {
-		return h.targets[consumer], nil
+	consumer, model := h.pool.broker.Holder(consumer, name)
+	if t := h.targets[consumer]; t != nil {
+		return j.takes(name, t, model, ""), nil
 	}
-	return nil, m.unknown(name)
+	return nil, m.missing(name, listed)
 }
 
-// means notes what a name of the configuration means, and the name itself if the server may be sent another.
+// means notes what a name of the configuration means.
 func (j *job) means(name string, who routing.Found) *target {
-	h := j.handler
-	j.model = who.Model
-	t := h.targets[who.Consumer]
-	if len(t.candidates) > 0 || t.sent.byModel != nil || who.Model != "" && !h.app.modelNames[who.Consumer].Same(name, who.Model) {
-		j.asked, j.askedOf = name, who.Consumer
+	h, own := j.handler, ""
+	if who.Model != "" && !h.app.modelNames[who.Consumer].Same(name, who.Model) {
+		own = who.Model
+	}
+	return j.takes(name, h.targets[who.Consumer], who.Model, own)
+}
+
+// takes notes which model of t's consumer a name means, and the name itself where a server may get another. own is the name that
+// the consumer's server knows the model by; empty: it knows the client's.
+func (j *job) takes(name string, t *target, model, own string) *target {
+	j.model = model
+	if own != "" || len(t.candidates) > 0 || t.sent.byModel != nil {
+		j.asked, j.askedOf, j.own = name, t.name, own
 	}
 	return t
 }

@@ -12,15 +12,17 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
-// automatic finds a model among those that servers with `models auto` list. Without a target and an error there is none.
-func (j *job) automatic(r *http.Request, name string) (*target, error) {
+// automatic finds a model among those that servers with `models auto` list. Without a target and an error there is none: then
+// it returns the names that they list.
+func (j *job) automatic(r *http.Request, name string) (t *target, listed []string, err error) {
 	h, m := j.handler, j.handler.byModel
 	silent, elsewhere := "", ""
 	for _, consumer := range m.auto {
 		switch offer := h.pool.broker.Offer(r.Context(), consumer, name); offer.Known {
 		case lifecycle.Yes:
-			j.model = offer.As
-			return h.targets[consumer], nil
+			return j.takes(name, h.targets[consumer], offer.As, ""), nil, nil
+		case lifecycle.No:
+			listed = append(listed, offer.Listed...)
 		case lifecycle.Unknown:
 			if offer.Elsewhere {
 				elsewhere = cmp.Or(elsewhere, consumer)
@@ -33,11 +35,11 @@ func (j *job) automatic(r *http.Request, name string) (*target, error) {
 	case silent != "":
 	case elsewhere != "":
 		j.turn = true
-		return h.targets[elsewhere], nil
+		return h.targets[elsewhere], nil, nil
 	default:
-		return nil, nil
+		return nil, listed, nil
 	}
-	return nil, &failure{status: http.StatusServiceUnavailable, code: string(scheduler.Unhealthy), retryAfter: 5 * time.Second,
+	return nil, nil, &failure{status: http.StatusServiceUnavailable, code: string(scheduler.Unhealthy), retryAfter: 5 * time.Second,
 		message: "consumer \"" + silent + "\" may have this model, but its server does not list its models now"}
 }
 

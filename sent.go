@@ -132,7 +132,7 @@ func (j *job) sendAs(asked string) string {
 	case as != "":
 		return as
 	case !fallback:
-		return j.model
+		return j.own
 	case len(t.known) > 0 && asked != t.name && !slices.Contains(t.known, asked):
 		return t.known[0]
 	}

@@ -71,3 +71,46 @@ func TestModelsAutoNeedsACatalogAndASize(t *testing.T) {
 		require.Contains(t, string(a.body), "models auto")
 	}
 }
+
+// N3: a fallback gets a name of its own, too, in place of one that only the list of the first server has.
+func TestN3_AModelThatOnlyItsServersListNamesGoesToAFallbackByTheFallbacksName(t *testing.T) {
+	t.Parallel()
+	for lines, routes := range map[string][]string{
+		"models auto": {"all", "ollama"},
+		"model small": {"ollama"}, // the consumer's own route serves what nobody has named
+	} {
+		t.Run(lines, func(t *testing.T) {
+			t.Parallel()
+			cloud := newRecorder(t)
+			s := start(t, layout{
+				Global: "consumer hosted {\ncloud\nupstream " + cloud.addr + "\nalias gpt-4o-mini\n}",
+				Consumers: []consumer{
+					shelf("ollama", modelserver.Ollama, "vram 6GiB\nfallback hosted\n"+lines, map[string]float64{"small": 3, "org/big:7b": 5}),
+					plainModel("tts", 15),
+				},
+				Routes: "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
+			})
+			s.serve("tts")
+			for _, route := range routes {
+				for _, name := range []string{"org/big:7b", "Org/Big:7B"} {
+					s.chat(route, name).servedBy(t, "hosted")
+					require.Contains(t, string(cloud.next(t).body), `{"model":"gpt-4o-mini",`, "%s by %s", name, route)
+				}
+			}
+			s.doByHand("consumers/tts/unload")
+			for _, route := range routes {
+				s.chat(route, "Org/Big:7B").servedBy(t, "ollama")
+			}
+			require.Contains(t, string(s.chat(routes[0], "org/big:7b").body), `"model":"org/big:7b"`, "its own server gets what the client wrote")
+		})
+	}
+}
+
+func TestModelsAutoProposesWhatTheServerLists(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{
+		Consumers: []consumer{shelf("ollama", modelserver.Ollama, "vram 6GiB\nmodels auto", map[string]float64{"qwen2.5:7b": 3})},
+		Routes:    "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
+	})
+	require.Contains(t, s.chat("all", "qwen2.5:14b").refused(t, 404, "unknown_model"), `did you mean "qwen2.5:7b"?`)
+}
