@@ -128,6 +128,12 @@ func TestN1_RequestsThatPassTheBrokerUnseenAreFound(t *testing.T) {
 		"on another server":           {"gpu_broker ollama\n" + up + "\n}\n:8081 {\n reverse_proxy 127.0.0.1:11434", around("ollama", "127.0.0.1:11434"), ""},
 		"admitted for another":        {"gpu_broker comfyui\nreverse_proxy 127.0.0.1:11434", "warning ollama: requests that gpu_broker (Caddyfile:", "write reverse_proxy {http.gpu_broker.upstream}"},
 		"admitted for any":            {"gpu_broker\nreverse_proxy 127.0.0.1:11434", "warning ollama: requests that gpu_broker (Caddyfile:", ""},
+		// Two brokers, one after the other.
+		"twice":                            {"route {\n gpu_broker comfyui\n gpu_broker ollama\n " + up + "\n}", "error : requests come to gpu_broker (Caddyfile:", "leave one of them out"},
+		"twice, sorted by Caddy":           {"gpu_broker comfyui\ngpu_broker ollama\n" + up, "error : requests come to gpu_broker (Caddyfile:", ""},
+		"once for all, and once in handle": {"route {\n gpu_broker\n handle /api/* {\n gpu_broker ollama\n " + up + "\n}\n}", "error : requests come to gpu_broker (Caddyfile:", ""},
+		"the second has a wider matcher":   {"route {\n gpu_broker /api/chat ollama\n gpu_broker /api/* ollama\n handle /api/* {\n " + up + "\n}\n}", "error : requests come to gpu_broker (Caddyfile:", ""},
+		"in handle_response, anew":         {"gpu_broker ollama\n" + "reverse_proxy {http.gpu_broker.upstream} {\n @f status 404\n handle_response @f {\n gpu_broker plain\n " + up + "\n}\n}", "error : requests come to gpu_broker (Caddyfile:", ""},
 		// Misspelt.
 		"upsteam":             {"gpu_broker ollama\nreverse_proxy {http.gpu_broker.upsteam}", "error : unknown placeholder {http.gpu_broker.upsteam}: did you mean {http.gpu_broker.upstream}?", "write {http.gpu_broker.upstream}"},
 		"without http":        {"gpu_broker ollama\nreverse_proxy {gpu_broker.upstream}", "unknown placeholder {gpu_broker.upstream}: did you mean {http.gpu_broker.upstream}?", ""},
@@ -179,8 +185,11 @@ func TestN1_RoutesThatAreRightAreNotBlamed(t *testing.T) {
 		"anew in handle_errors":                "gpu_broker ollama\n" + up + "\nhandle_errors {\n gpu_broker plain\n " + up + "\n}",
 		"all placeholders":                     "gpu_broker ollama\nheader X-A \"{http.gpu_broker.consumer} {http.gpu_broker.wait_ms} {http.gpu_broker.reason} {http.request.header.X-Gpu-Broker} {env.GPU_BROKER_X} {http.vars.gpu_broker}\"\n" + up,
 		"log and respond":                      "log_append gpu {http.gpu_broker.consumer}\nrespond \"{http.request.uri} {http.request.remote.host}\"",
-		"both ways to one server":              "handle /a/* {\n gpu_broker ollama\n " + up + "\n}\nhandle /b/* {\n gpu_broker comfyui\n " + up + "\n}\nhandle {\n gpu_broker\n " + up + "\n}",
-		"a group of handles":                   "handle /a/* {\n header X y\n gpu_broker ollama\n}\nhandle {\n gpu_broker comfyui\n}\n" + up,
+		"two, whose matchers may exclude each other": "gpu_broker /api/* ollama\ngpu_broker /prompt comfyui\nreverse_proxy /api/* {http.gpu_broker.upstream}\nreverse_proxy /prompt {http.gpu_broker.upstream}",
+		"two, with another path between them":        "route {\n gpu_broker /v1/* ollama\n uri /v1/* strip_prefix /v1\n gpu_broker /own/* own\n handle /api/* {\n respond ok\n}\n}",
+		"one for some, and one for the others":       "@gpu header X-Model comfyui\n@rest not header X-Model comfyui\nroute {\n gpu_broker @gpu comfyui\n gpu_broker @rest ollama\n reverse_proxy @gpu {http.gpu_broker.upstream}\n reverse_proxy @rest {http.gpu_broker.upstream}\n}",
+		"both ways to one server":                    "handle /a/* {\n gpu_broker ollama\n " + up + "\n}\nhandle /b/* {\n gpu_broker comfyui\n " + up + "\n}\nhandle {\n gpu_broker\n " + up + "\n}",
+		"a group of handles":                         "handle /a/* {\n header X y\n gpu_broker ollama\n}\nhandle {\n gpu_broker comfyui\n}\n" + up,
 	} {
 		assert.Empty(t, bypassesOf(t, ":8080 {\n"+site+"\n}\n"), name)
 	}

@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -46,7 +47,7 @@ func Bypasses(doc []byte, b *config.Broker, placeholders []string) (out []Findin
 		raw := site.Apps.HTTP.Servers[name]
 		at := "apps.http.servers." + name
 		c.spelling(raw, at, placeholders)
-		c.w = &walker{at: at, vars: map[string]string{}, known: map[string]*matcher{}, visit: c.proxy}
+		c.w = &walker{at: at, vars: map[string]string{}, known: map[string]*matcher{}, visit: c.proxy, again: c.again}
 		if json.Unmarshal(raw, &c.w.server) != nil {
 			continue
 		}
@@ -92,6 +93,27 @@ func (c *check) proxy(h *walkHandler, at string, ways []passage, late bool) {
 	}
 	for _, p := range seen {
 		c.seenBy(p, to, h, at)
+	}
+}
+
+// words is what stands in the Caddyfile, and where.
+func (b *brokerFields) words() string {
+	text := "gpu_broker"
+	if b.Source != "" {
+		text += " (" + b.Source + ")"
+	}
+	return text
+}
+
+// again judges a gpu_broker to which these ways lead: a request that holds a place must not ask for another.
+func (c *check) again(second *brokerFields, at string, ways []passage) {
+	for _, p := range ways {
+		if p.broker >= 0 && !p.perhaps && c.b.Scheduler != config.Passthrough {
+			c.add(Finding{Severity: Error, Where: cmp.Or(second.Source, at), What: fmt.Sprintf(
+				"requests come to %s after %s has admitted them: those that need the GPU get 500 misrouted", second.words(), c.w.brokers[p.broker].words()),
+				Mend: "leave one of them out, or give each a handle of its own, whose matchers exclude each other"})
+			return
+		}
 	}
 }
 
@@ -186,10 +208,7 @@ func (c *check) unseen(to []destination, at string, some, errored, late bool) {
 // seenBy judges a reverse_proxy for requests that a gpu_broker has admitted.
 func (c *check) seenBy(p passage, to []destination, h *walkHandler, at string) {
 	b := &c.w.brokers[p.broker]
-	broker := "gpu_broker"
-	if b.Source != "" {
-		broker += " (" + b.Source + ")"
-	}
+	broker := b.words()
 	served := c.served(b)
 	reaches := false
 	for _, d := range to {

@@ -14,6 +14,7 @@ type passage struct {
 	changed string // the path or method has changed since, by this; empty: it has not
 	at      string // … which stands there
 	errored bool   // they are in error routes, after their turn has ended
+	perhaps bool   // of the matchers that they have met since one may exclude another: perhaps there are no such requests
 
 	// Matchers that they are known to meet, and not to meet.
 	met, unmet []*matcher
@@ -26,7 +27,7 @@ type matcher struct {
 
 // same reports whether two passages are alike but for the matchers.
 func (p *passage) same(q *passage) bool {
-	return p.broker == q.broker && p.changed == q.changed && p.at == q.at && p.errored == q.errored
+	return p.broker == q.broker && p.changed == q.changed && p.at == q.at && p.errored == q.errored && p.perhaps == q.perhaps
 }
 
 // maxPassages bounds the ways to one place. Past it the matchers are forgotten, and what then looks alike is one; of
@@ -94,8 +95,9 @@ type walker struct {
 	brokers []brokerFields
 	vars    map[string]string // what vars handlers set
 	known   map[string]*matcher
-	invoked []string // the named routes that it is in
-	visit   func(h *walkHandler, at string, ways []passage, later bool)
+	invoked []string                                                    // the named routes that it is in
+	visit   func(h *walkHandler, at string, ways []passage, later bool) // a reverse_proxy
+	again   func(second *brokerFields, at string, ways []passage)       // a gpu_broker, to which these ways lead
 }
 
 // walk goes through a list of routes; it returns the ways that lead past its end.
@@ -161,6 +163,7 @@ func (w *walker) handlers(list []json.RawMessage, at string, ways []passage) []p
 		case "rewrite":
 			ways = changedBy(ways, h.rewriting.String(), here)
 		case "gpu_broker":
+			w.again(&h.brokerFields, here, ways)
 			w.brokers = append(w.brokers, h.brokerFields)
 			ways = admitted(ways, len(w.brokers)-1)
 		case "reverse_proxy":
@@ -231,6 +234,7 @@ func changedBy(ways []passage, what, at string) []passage {
 		}
 		// What matched the request as it was says nothing of what it is now.
 		out[i].met = slices.DeleteFunc(slices.Clone(out[i].met), func(m *matcher) bool { return m.sets != nil })
+		out[i].perhaps = out[i].perhaps || len(out[i].met) < len(ways[i].met)
 		out[i].unmet = nil
 	}
 	return merged(out)
@@ -239,7 +243,7 @@ func changedBy(ways []passage, what, at string) []passage {
 func admitted(ways []passage, broker int) []passage {
 	out := slices.Clone(ways)
 	for i := range out {
-		out[i].broker, out[i].changed, out[i].at, out[i].errored = broker, "", "", false
+		out[i].broker, out[i].changed, out[i].at, out[i].errored, out[i].perhaps = broker, "", "", false, false
 	}
 	return merged(out)
 }
@@ -248,7 +252,7 @@ func admitted(ways []passage, broker int) []passage {
 func after(ways []passage) []passage {
 	out := slices.Clone(ways)
 	for i := range out {
-		out[i].broker, out[i].changed, out[i].at, out[i].errored = -1, "", "", true
+		out[i].broker, out[i].changed, out[i].at, out[i].errored, out[i].perhaps = -1, "", "", true, false
 	}
 	return merged(out)
 }
@@ -303,15 +307,23 @@ func (p passage) enter(m *matcher) (passage, bool) {
 	if slices.ContainsFunc(p.unmet, func(u *matcher) bool { return implies(m.sets, u.sets) }) {
 		return p, false
 	}
+	p.perhaps = p.perhaps || slices.ContainsFunc(p.met, func(q *matcher) bool {
+		return q.sets != nil && !implies(q.sets, m.sets) && !implies(m.sets, q.sets)
+	})
 	if !slices.Contains(p.met, m) {
 		p.met = append(slices.Clip(p.met), m)
 	}
 	return p, true
 }
 
+// meets reports whether all of p surely meet a matcher.
+func (p *passage) meets(m *matcher) bool {
+	return slices.ContainsFunc(p.met, func(q *matcher) bool { return q.sets != nil && implies(q.sets, m.sets) })
+}
+
 // skip is p past a route with this matcher.
 func (p passage) skip(m *matcher) (passage, bool) {
-	if m == nil || slices.ContainsFunc(p.met, func(q *matcher) bool { return q.sets != nil && implies(q.sets, m.sets) }) {
+	if m == nil || p.meets(m) {
 		return p, false
 	}
 	if !slices.Contains(p.unmet, m) {
