@@ -26,8 +26,12 @@ func unloadRules(c *config.Consumer, b *config.Broker) (rules []unloadRule, err 
 	if b.Scheduler != config.Evicting || c.Cloud {
 		return nil, nil
 	}
+	match, err := config.ParsePathMatch(c.PathMatch)
+	if err != nil {
+		return nil, err
+	}
 	for _, u := range c.UnloadRequests {
-		route, err := config.ParseRoutePatterns([]string{u.Route})
+		route, err := match.Patterns([]string{u.Route})
 		if err != nil {
 			return nil, err
 		}
@@ -40,7 +44,7 @@ func unloadRules(c *config.Consumer, b *config.Broker) (rules []unloadRule, err 
 func (j *job) work(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
 	for i := range j.target.unloads {
 		u := &j.target.unloads[i]
-		if !u.route.Match(r.Method, r.URL.Path) {
+		if !j.target.Asks(r, u.route) {
 			continue
 		}
 		said, ok, err := j.asksForUnload(r, u)

@@ -87,6 +87,12 @@ func (r *Routes) Needs(req *http.Request) Need {
 	}
 }
 
+// Asks reports whether the server may take a request for one of some routes, whose patterns have the rules of its paths.
+func (r *Routes) Asks(req *http.Request, routes RoutePatterns) bool {
+	path := r.paths.Read(req.Method, req.URL)
+	return routes.Any(&path)
+}
+
 // reaches reports whether a server that matches paths by their end would take a path, which a list names by its beginning,
 // for a route that needs the GPU and that the list does not name.
 func (r *Routes) reaches(path *RequestPath, list RoutePatterns) bool {

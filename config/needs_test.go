@@ -78,6 +78,11 @@ func TestK2_WhatNoListNamesTakesATurnWhereRequestsCompute(t *testing.T) {
 		{"POST", "/own/%252e%252e/invocations", nil, NeedsTurn},
 		{"POST", `/own/..\invocations`, nil, NeedsTurn},
 		{"POST", "/own/..;x/invocations", nil, NeedsTurn},
+		{"POST", "/own/x%3f/%2e%2e/%2e%2e/generate", nil, NeedsGPU}, // for some servers the path doesn't end at a decoded question mark
+		{"POST", "/own/x%23/%2e%2e/%2e%2e/invocations", nil, NeedsTurn},
+		{"POST", "/own/x%00/%2e%2e/%2e%2e/generate", nil, NeedsGPU},
+		{"POST", "/own/%25zz/%252e%252e/%252e%252e/generate", nil, NeedsGPU}, // what is no escape keeps no escape beside it from being decoded
+		{"POST", "/own/x%3fy", nil, NeedsNothing},
 		{"POST", "/touch", nil, NeedsTouch},
 		{"POST", "/touch/../x", nil, NeedsTurn},
 	} {
@@ -124,7 +129,7 @@ func TestH3_NoSpellingOfAPathGetsPastAList(t *testing.T) {
 			t.Errorf("POST %s: %s, want it refused", target, got)
 		}
 	}
-	for _, target := range []string{"/sleep", "/sleep/", "/sleep//", "//sleep", "/sleep%20", "/sleep%00", "/sleep;x", "/sleep%3flevel=1", "/sleep?level=1", "/SLEEP"} {
+	for _, target := range []string{"/sleep", "/sleep/", "/sleep//", "//sleep", "/sleep%20", "/sleep%00", "/sleep%00/x", "/x%3f/%2e%2e/sleep", "/x%23/%2e%2e/sleep", "/%25zz/%252e%252e/sleep", "/sleep;x", "/sleep%3flevel=1", "/sleep?level=1", "/SLEEP"} {
 		for _, method := range []string{"POST", "post"} {
 			want := NeedsLeave
 			if target == "/SLEEP" { // another route at this server
@@ -207,17 +212,17 @@ func BenchmarkNeeds(b *testing.B) {
 	}
 }
 
-func FuzzCleanedPathsHaveNothingLeftToClean(f *testing.F) {
+func FuzzSimplifiedPathsHaveNothingLeftToSimplify(f *testing.F) {
 	for _, p := range []string{"/", "/a//b", "/%2e%2e/a", `\a;b/..`, "/%25252e", "/a%00", "", "?", "//", "/a/.", "/;/;"} {
 		f.Add(p)
 	}
 	f.Fuzz(func(t *testing.T, p string) {
-		c := cleaned(p)
+		c := simplified(decoded(p))
 		if !strings.HasPrefix(c, "/") || strings.Contains(c, "//") || strings.Contains(c, `\`) || strings.Contains(c, "/../") || len(c) > 1 && strings.HasSuffix(c, "/") {
-			t.Errorf("%q is cleaned to %q", p, c)
+			t.Errorf("%q is simplified to %q", p, c)
 		}
 		if isPlain(p) && c != p {
-			t.Errorf("%q is plain, but cleaned to %q", p, c)
+			t.Errorf("%q is plain, but simplified to %q", p, c)
 		}
 	})
 }

@@ -1,6 +1,7 @@
 package config
 
 import (
+	"encoding/hex"
 	"net/http"
 	"net/url"
 	"path"
@@ -38,10 +39,13 @@ func ParsePathMatch(words []string) (PathMatch, error) {
 
 func (m PathMatch) has(rule PathMatch) bool { return m&rule != 0 }
 
+// maxForms bounds the forms of one path.
+const maxForms = 4
+
 // RequestPath is a request as lists of routes see it: its method, and its path in each form in which a server may take it.
 type RequestPath struct {
 	Method    string
-	forms     [3]string
+	forms     [maxForms]string
 	count     int
 	oddMethod bool // no list can name it
 	query     string
@@ -50,8 +54,8 @@ type RequestPath struct {
 // Forms are the forms of a path that differ.
 func (r *RequestPath) Forms() []string { return r.forms[:r.count] }
 
-// Read returns the forms of a request's path for a server that matches paths by these rules: as it was decoded once, and cleaned of
-// everything that some servers resolve, remove or decode once more. A plain path has one form, for which nothing is allocated.
+// Read returns the forms of a request's path for a server that matches paths by these rules: as it was decoded once, and resolved in
+// full, as a whole and up to where some servers take it to end. A plain path has one form, for which nothing is allocated.
 func (m PathMatch) Read(method string, u *url.URL) RequestPath {
 	r := RequestPath{Method: method, oddMethod: methodBit(method) == 0, query: u.RawQuery}
 	if r.oddMethod { // servers exist that do not mind its case
@@ -62,7 +66,11 @@ func (m PathMatch) Read(method string, u *url.URL) RequestPath {
 	raw := m.form(u.Path)
 	r.add(raw)
 	if !isPlain(u.Path) {
-		r.add(m.form(cleaned(u.Path)))
+		whole := decoded(u.Path)
+		r.add(m.form(simplified(whole)))
+		if i := strings.IndexAny(whole, "?#\x00"); i >= 0 { // where some servers take the path to end
+			r.add(m.form(simplified(whole[:i])))
+		}
 	}
 	if m.has(PathQuery) && strings.Contains(u.RawQuery, "/") { // else no route ends there
 		r.add(strings.TrimRight(m.form(u.EscapedPath())+"?"+u.RawQuery, "/"))
@@ -109,7 +117,7 @@ func (m PathMatch) form(p string) string {
 	return p
 }
 
-// isPlain reports whether cleaned would leave a path as it is.
+// isPlain reports whether simplified would leave a path as it is.
 func isPlain(p string) bool {
 	if len(p) == 0 || p[0] != '/' || len(p) > 1 && p[len(p)-1] == '/' {
 		return false
@@ -128,20 +136,41 @@ func isPlain(p string) bool {
 // maxDecodings bounds how often a path is decoded again.
 const maxDecodings = 4
 
-// cleaned is a path as the most obliging server would take it: decoded until nothing is left to decode, with backslashes as slashes,
-// without parameters, a query, a fragment, dot segments, empty segments, and blanks or slashes at the end.
-func cleaned(p string) string {
+// decoded is a path with its escapes decoded until none is left. What looks like an escape and is none stays, as most servers leave it.
+func decoded(p string) string {
 	for range maxDecodings {
-		more, err := url.PathUnescape(p)
-		if err != nil || more == p {
+		more := unescape(p)
+		if more == p {
 			break
 		}
 		p = more
 	}
-	p = strings.ReplaceAll(p, `\`, "/")
-	if i := strings.IndexAny(p, "?#"); i >= 0 {
-		p = p[:i]
+	return p
+}
+
+// unescape decodes the escapes of a path once, and leaves alone what is none.
+func unescape(p string) string {
+	if !strings.Contains(p, "%") {
+		return p
 	}
+	var out strings.Builder
+	for i := 0; i < len(p); i++ {
+		if p[i] == '%' && i+2 < len(p) {
+			if b, err := hex.DecodeString(p[i+1 : i+3]); err == nil {
+				out.Write(b)
+				i += 2
+				continue
+			}
+		}
+		out.WriteByte(p[i])
+	}
+	return out.String()
+}
+
+// simplified is a decoded path as the most obliging server would take it: with backslashes as slashes, and without parameters,
+// dot segments, empty segments, and blanks or slashes at the end.
+func simplified(p string) string {
+	p = strings.ReplaceAll(p, `\`, "/")
 	if strings.Contains(p, ";") {
 		segments := strings.Split(p, "/")
 		for i, s := range segments {

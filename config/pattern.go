@@ -172,7 +172,7 @@ func (l RoutePatterns) BySuffix(r *RequestPath, f func(route *RequestPath) bool)
 			continue
 		}
 		for _, form := range r.forms[:r.count] {
-			if form != p.path && p.matchPath(form, true) && f(&RequestPath{Method: r.Method, forms: [3]string{p.path}, count: 1}) {
+			if form != p.path && p.matchPath(form, true) && f(&RequestPath{Method: r.Method, forms: [maxForms]string{p.path}, count: 1}) {
 				return true
 			}
 		}

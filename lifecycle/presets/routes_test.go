@@ -27,7 +27,7 @@ func tables(t *testing.T) []string {
 }
 
 func TestK2_EachPresetHoldsAgainstTheRoutesOfItsServer(t *testing.T) {
-	require.Len(t, tables(t), 11)
+	require.Len(t, tables(t), 12)
 	kinds := map[string][]config.Need{
 		"computes": {config.NeedsGPU},
 		"turn":     {config.NeedsGPU, config.NeedsTurn},
@@ -70,6 +70,30 @@ func TestK2_OnlyPresetsOfUIsPassWhatTheyDoNotList(t *testing.T) {
 		}
 	}
 	assert.Equal(t, []string{"a1111", "comfyui", "forge", "invokeai", "sdnext"}, uis)
+}
+
+func TestK2_EveryRouteOfGradioThatRunsAFunctionNeedsTheGPU(t *testing.T) {
+	for _, name := range []string{"a1111", "forge", "sdnext"} {
+		consumer, _ := read(t, name)
+		routes, err := config.NewRoutes(&consumer, nil, nil)
+		require.NoError(t, err)
+		for _, path := range []string{"/run/predict", "/run/predict/", "/run/txt2img", "/api/predict", "/api/predict/", "/api/txt2img", "/call/txt2img", "/queue/join"} {
+			assert.Equal(t, config.NeedsGPU, routes.Needs(request(t, http.MethodPost, path)), "%s: %s", name, path)
+		}
+	}
+}
+
+// Express, which takes paths in any case and with a slash at the end, answers for LM Studio.
+func TestH3_LMStudiosRoutesAreMatchedAsExpressMatchesThem(t *testing.T) {
+	consumer, _ := read(t, "lmstudio")
+	routes, err := config.NewRoutes(&consumer, nil, nil)
+	require.NoError(t, err)
+	for path, want := range map[string]config.Need{
+		"/API/v1/Models/Unload": config.NeedsLeave, "/api/v1/models/load/": config.NeedsLeave,
+		"/V1/Chat/Completions": config.NeedsGPU, "/api/V0/embeddings/": config.NeedsGPU, "/api/v1/models/Download": config.NeedsNothing,
+	} {
+		assert.Equal(t, want, routes.Needs(request(t, http.MethodPost, path)), path)
+	}
 }
 
 // request is a request as the handler sees it. WS is a WebSocket.

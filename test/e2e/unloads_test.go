@@ -45,6 +45,24 @@ func TestK3_GivingBackWhatIsNotLoadedLoadsAndUnloadsNothing(t *testing.T) {
 	require.Zero(t, s.servers["ollama"].Stats().Loads)
 }
 
+func TestK3_AnUnloadIsToldHoweverItsPathIsSpelt(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{
+		shelf("ollama", modelserver.Ollama, "vram 9GiB\nmodel small\nmodel big", map[string]float64{"small": 9, "big": 9}),
+		shelf("docker-model-runner", modelserver.DockerModelRunner, "vram 9GiB\nmodel ai/small", map[string]float64{"ai/small": 9}),
+		{Options: modelserver.Options{Name: "tts", VRAM: gib(12)}},
+	}})
+	require.Equal(t, 200, s.post("/tts/", "x").status)
+	for _, path := range []string{"//api/generate", "/api//generate", "/api/generate/", "/api/./generate", "/api/%2567enerate", "/api/generate;x"} {
+		for consumer, model := range map[string]string{"ollama": "small", "docker-model-runner": "ai/small"} {
+			a := s.askJSON("/"+consumer+path, fmt.Sprintf(`{"model":%q,"keep_alive":0}`, model))
+			require.Equal(t, 200, a.status, "%s%s: %s", consumer, path, a.body)
+		}
+	}
+	require.Equal(t, "READY", s.state("tts"))
+	require.Zero(t, s.status().Scheduler.Evictions)
+}
+
 func TestK3_GivingBackWhatIsLoadedUnloadsItOnceItsWorkHasEnded(t *testing.T) {
 	t.Parallel()
 	for path, body := range ejects {
