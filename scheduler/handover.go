@@ -254,7 +254,8 @@ func (s *State) settle(now time.Time, v *slot) {
 		gone = gone && rise <= 0 && v.stop.seen[i] == 0  // as measured
 		large = large || v.stop.seen[i] > 2*s.cushion(c) // else what is there can't be told from nothing
 		// Only a look can tell that nothing rises any more, the mere passing of time can't.
-		early = early && 2*rise >= min(v.stop.seen[i], v.stop.used[i]) && !c.seenAt.Before(v.stop.lastRise.Add(quiet))
+		// What is known by now to take less than it was booked with gives back less.
+		early = early && 2*rise >= min(v.stop.seen[i], v.stop.used[i], v.claim()) && !c.seenAt.Before(v.stop.lastRise.Add(quiet))
 	}
 	switch t := v.stop.target; {
 	case !known:

@@ -134,6 +134,21 @@ func TestAWaitForMemoryIsGivenUpEarlyOnlyForGoodReasons(t *testing.T) {
 	}
 }
 
+// A model that `models auto` serves is booked with its consumer's vram until its server has told its size.
+func TestAModelThatWasBookedWithTooMuchIsNotWaitedForLongerThanItsOwnMemoryTakes(t *testing.T) {
+	for back, early := range map[gpu.Bytes]bool{500: true, 499: false} {
+		f, _ := swap(t)
+		f.reconfigure(func(c *Config) { c.Slots[0].Claim = 1000 * gpu.MiB })
+		f.unloaded("a")
+		f.look(200 * time.Millisecond)
+		f.use(-back)
+		f.look(750*time.Millisecond - 1)
+		f.requireState("a", Stopping)
+		f.look(1)
+		f.requireState("a", map[bool]SlotState{true: Idle, false: Stopping}[early])
+	}
+}
+
 func TestAWaitIsNotGivenUpWhileMemoryStillRises(t *testing.T) {
 	f, _ := swap(t)
 	f.unloaded("a")
