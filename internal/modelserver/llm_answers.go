@@ -3,6 +3,7 @@ package modelserver
 import (
 	"encoding/json"
 	"net/http"
+	"strings"
 	"time"
 )
 
@@ -89,7 +90,7 @@ func (s *shape) embed(j *job) error {
 	return s.whole(j, func() any { return v1Embeddings(j.ask) })
 }
 
-// hear answers as a transcription.
+// hear answers as a transcription, which a form whose "stream" is true gets in OpenAI's events.
 func (s *shape) hear(j *job) error {
 	sound := j.file
 	switch {
@@ -99,7 +100,15 @@ func (s *shape) hear(j *job) error {
 	case !j.form:
 		sound = j.body
 	}
-	return s.whole(j, func() any { return map[string]string{"text": Transcript(s.l.s.name, sound)} })
+	text := Transcript(s.l.s.name, sound)
+	if j.fields["stream"] != "true" {
+		return s.whole(j, func() any { return map[string]string{"text": text} })
+	}
+	j.w.Header().Set("Content-Type", "text/event-stream")
+	words := strings.SplitAfter(text, " ")
+	return s.l.stream(j.w, j.r, j.m, s.l.runTime(j.r)/time.Duration(len(words)), words, func(word string) []byte {
+		return sse(map[string]string{"type": "transcript.text.delta", "delta": word})
+	}, append(sse(map[string]string{"type": "transcript.text.done", "text": text}), "data: [DONE]\n\n"...))
 }
 
 // rank answers with one score for each of the body's documents.

@@ -88,7 +88,8 @@ var media = map[Manner]struct {
 		health: getting("/health"), state: getting("/api/ps"), loaded: `{"models":["m"]}`, gone: `{"models":[]}`,
 		work: map[string]asker{
 			"m heard 3 bytes": formed("/v1/audio/transcriptions", []byte("abc"), "model", "m"), "RIFF": posting("/v1/audio/speech", `{"model":"m","input":"x"}`),
-			said: posting("/v1/chat/completions", chat), "embedding": posting("/v1/audio/speech/embedding", `{"model":"m"}`),
+			`"delta":"heard "`: formed("/v1/audio/transcriptions", []byte("abc"), "model", "m", "stream", "true"),
+			said:               posting("/v1/chat/completions", chat), "embedding": posting("/v1/audio/speech/embedding", `{"model":"m"}`),
 		},
 		unload: &question{"DELETE", "/api/ps/m", ""}, status: 200, again: 404,
 	},

@@ -294,13 +294,7 @@ func (o *ollama) native(f form) http.HandlerFunc {
 				writeJSON(w, http.StatusOK, reply("", map[string]any{"done_reason": "unload"}))
 				return
 			}
-			release, err := o.use(r.Context(), m, keep)
-			if err != nil {
-				o.l.loadError(w, r, err)
-				return
-			}
-			release()
-			writeJSON(w, http.StatusOK, reply("", map[string]any{"done_reason": "load"}))
+			o.load(w, r, m, keep, reply("", map[string]any{"done_reason": "load"}))
 			return
 		}
 		o.work(w, r, m, keep, func(words []string, each time.Duration) error {
@@ -340,12 +334,27 @@ func (o *ollama) embedding(w http.ResponseWriter, r *http.Request, reply func(as
 		writeError(w, http.StatusBadRequest, err.Error())
 		return
 	}
+	if len(a.Input) == 0 && a.Prompt == "" { // nothing is computed
+		o.load(w, r, m, keep, map[string]any{"model": a.Model, "embeddings": [][]float64{}})
+		return
+	}
 	o.work(w, r, m, keep, func(words []string, each time.Duration) error {
 		if err := o.l.run(r.Context(), m, each*time.Duration(len(words))); err != nil {
 			return err
 		}
 		return o.l.answer(w, "application/json; charset=utf-8", line(reply(a)))
 	}, a)
+}
+
+// load loads a model, and answers with a value.
+func (o *ollama) load(w http.ResponseWriter, r *http.Request, m *model, keep time.Duration, value any) {
+	release, err := o.use(r.Context(), m, keep)
+	if err != nil {
+		o.l.loadError(w, r, err)
+		return
+	}
+	release()
+	writeJSON(w, http.StatusOK, value)
 }
 
 // work answers with generated words. each is the time of one word.

@@ -175,6 +175,14 @@ func TestOllamaSpeaksOpenAIsForm(t *testing.T) {
 	require.Equal(t, 1, s.Stats().Loads)
 }
 
+func TestOllamaComputesNothingForNoInput(t *testing.T) {
+	s := startOllama(t, Options{})
+	got := want(t, 200, call(bound(t), "POST", s.URL()+"/api/embed", `{"model":"tiny"}`))
+	require.JSONEq(t, `{"model":"tiny","embeddings":[]}`, string(got.body))
+	require.Equal(t, 1, s.Stats().Loads)
+	require.Zero(t, s.Stats().Worked)
+}
+
 func TestOllamaRefusesWhatItDoesNotKnow(t *testing.T) {
 	s := startOllama(t, Options{})
 	ctx := bound(t)
