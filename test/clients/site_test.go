@@ -1,6 +1,7 @@
 package clients
 
 import (
+	"cmp"
 	"fmt"
 	"os"
 	"os/exec"
@@ -24,7 +25,9 @@ const example = "../../examples/one-url/Caddyfile"
 type site struct {
 	*caddytest.Caddy
 	t       *testing.T
+	card    gpu.Bytes
 	url     string
+	admin   string
 	servers map[string]*modelserver.Server
 }
 
@@ -38,29 +41,44 @@ type settings struct {
 // start runs the example until the test ends.
 func start(t *testing.T, set settings) *site {
 	t.Helper()
-	s := &site{Caddy: caddytest.New(t, t.TempDir()), t: t, servers: map[string]*modelserver.Server{}}
 	if set.card == 0 {
 		set.card = 16 * gpu.GiB
 	}
-	s.url = fmt.Sprintf("https://localhost:%d", caddytest.FreePort(t))
-	s.Broker = s.url + "/gpu"
-	s.Env = []string{"SITE=" + s.url, "ADMIN=" + caddytest.FreeAddr(t), fmt.Sprintf("GPU=simulated %d", set.card), "GPU_BROKER_SIM_DIR=" + s.Sim}
+	s := newSite(t, set.card)
 	for _, o := range []modelserver.Options{
 		{Name: "llm", VRAM: 10 * gpu.GiB},
 		{Name: "ollama", Manner: modelserver.Ollama, Models: map[string]gpu.Bytes{"llama3.2": 2 * gpu.GiB, "qwen2.5:7b": 3 * gpu.GiB, "nomic-embed-text": gpu.GiB}},
 		{Name: "whisper", VRAM: 2560 * gpu.MiB},
 		{Name: "sdxl", VRAM: 12 * gpu.GiB},
 	} {
-		o.Total = set.card
-		o.LoadTime, o.UnloadTime, o.RunTime = 100*time.Millisecond, 20*time.Millisecond, 10*time.Millisecond
 		if change := set.servers[o.Name]; change != nil {
 			change(&o)
 		}
-		s.servers[o.Name] = s.Pretend(o)
+		s.serve(o)
 		s.Env = append(s.Env, strings.ToUpper(o.Name)+"="+s.servers[o.Name].Addr())
 	}
 	s.Run("Caddyfile", edited(t, set.edits))
 	return s
+}
+
+// newSite prepares a site with a card and no servers.
+func newSite(t *testing.T, card gpu.Bytes) *site {
+	t.Helper()
+	s := &site{Caddy: caddytest.New(t, t.TempDir()), t: t, card: card, servers: map[string]*modelserver.Server{}, admin: caddytest.FreeAddr(t)}
+	s.url = fmt.Sprintf("https://localhost:%d", caddytest.FreePort(t))
+	s.Broker = s.url + "/gpu"
+	s.Env = []string{"SITE=" + s.url, "ADMIN=" + s.admin, fmt.Sprintf("GPU=simulated %d", card), "GPU_BROKER_SIM_DIR=" + s.Sim}
+	return s
+}
+
+// serve runs a pretending server on the card, with times that are short unless they are set.
+func (s *site) serve(o modelserver.Options) *modelserver.Server {
+	s.t.Helper()
+	o.Total = s.card
+	o.LoadTime = cmp.Or(o.LoadTime, 100*time.Millisecond)
+	o.UnloadTime, o.RunTime = 20*time.Millisecond, 10*time.Millisecond
+	s.servers[o.Name] = s.Pretend(o)
+	return s.servers[o.Name]
 }
 
 // edited is the example with the times that real servers need made short, and a test's own edits.
@@ -88,7 +106,7 @@ func (s *site) node(script string) {
 	require.NoError(s.t, os.CopyFS(dir, os.DirFS("scripts")))
 	require.NoError(s.t, os.Symlink(scripts.Run(s.t, "test/clients/setup.sh"), filepath.Join(dir, "node_modules")))
 	cmd := exec.CommandContext(s.t.Context(), "node", "--test-reporter=spec", filepath.Join(dir, script))
-	cmd.Env = append(os.Environ(), "SITE="+s.url, "NODE_EXTRA_CA_CERTS="+caddytest.CAFile(s.Dir))
+	cmd.Env = append(os.Environ(), "SITE="+s.url, "ADMIN=http://"+s.admin, "NODE_EXTRA_CA_CERTS="+caddytest.CAFile(s.Dir))
 	out, err := cmd.CombinedOutput()
 	require.NoError(s.t, err, "node %s\n%s", script, out)
 	s.t.Logf("node %s\n%s", script, out)

@@ -1,6 +1,8 @@
 // What the scripts share: clients of the site in $SITE, and the broker's own word on what happened.
 import assert from 'node:assert/strict';
 import { createHash } from 'node:crypto';
+import { once } from 'node:events';
+import http from 'node:http';
 import OpenAI from 'openai';
 import { Ollama } from 'ollama';
 
@@ -20,6 +22,19 @@ export async function get(path) {
 
 /** The broker's counters: evictions, loads, refused, … */
 export const counters = async () => (await get('/gpu/status')).scheduler;
+
+/** How many requests went to another consumer than the one that they asked for. */
+export const fallbacks = async () => (await get('/gpu/decisions')).decisions.filter(({ kind }) => kind === 'fallback').length;
+
+/** Unloads a consumer as an administrator does. Caddy's admin endpoint refuses fetch, whose headers are a browser's. */
+export async function unload(consumer) {
+  const request = http.request(`${process.env.ADMIN}/gpu_broker/consumers/${consumer}/unload`, { method: 'POST', agent: false });
+  request.end();
+  const [response] = await once(request, 'response');
+  response.resume();
+  await once(response, 'end');
+  assert.equal(response.statusCode, 200);
+}
 
 /** Names of the consumers that are loaded, in order. */
 export async function loaded() {
