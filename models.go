@@ -261,6 +261,9 @@ func (j *job) named(r *http.Request, name string) (*target, error) {
 	if t := h.targets[consumer]; t != nil {
 		return j.takes(name, t, model, ""), nil
 	}
+	if h.DefaultAny {
+		return j.takes(name, m.none, "", m.none.first()), nil
+	}
 	return nil, m.missing(name, listed)
 }
 

@@ -133,8 +133,16 @@ func (j *job) sendAs(asked string) string {
 		return as
 	case !fallback:
 		return j.own
-	case len(t.known) > 0 && asked != t.name && !slices.Contains(t.known, asked):
-		return t.known[0]
+	case asked != t.name && !slices.Contains(t.known, asked):
+		return t.first()
 	}
 	return ""
+}
+
+// first is the first name that the server of t's consumer knows; empty: none is configured.
+func (t *target) first() string {
+	if len(t.known) == 0 {
+		return ""
+	}
+	return t.known[0]
 }

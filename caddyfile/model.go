@@ -36,6 +36,29 @@ func modelFrom(field *[]ModelFrom) word {
 	}
 }
 
+// anyName is the second argument of `default CONSUMER any`.
+const anyName = "any"
+
+// defaultConsumer reads `default CONSUMER` or `default CONSUMER any`.
+func defaultConsumer(s *said, r *Route) word {
+	return func(d *caddyfile.Dispenser) error {
+		name, args := d.Val(), d.RemainingArgs()
+		if len(args) == 0 || len(args) > 2 || len(args) == 2 && args[1] != anyName {
+			return wants(d, "default CONSUMER, or default CONSUMER any to serve unknown models, too")
+		}
+		if err := config.CheckName(args[0]); err != nil {
+			return d.Errf("%s: %w", name, err)
+		}
+		text, before := strings.Join(args, " "), s.values[name]
+		if before != "" && before != text {
+			return d.Errf("%s is set twice, to %s and to %s: leave one of them out", name, before, text)
+		}
+		s.values[name] = text
+		r.Default, r.DefaultAny = args[0], len(args) == 2
+		return nil
+	}
+}
+
 // PriorityRange bounds a priority.
 type PriorityRange struct {
 	// The most urgent that is possible.

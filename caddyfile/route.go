@@ -24,6 +24,9 @@ type Route struct {
 	ModelFrom []ModelFrom `json:"model_from,omitempty"`
 	// The consumer of requests that name no model. Default: none; such requests get 400.
 	Default string `json:"default,omitempty"`
+	// Whether requests that name an unknown model go to the default, too. Its server gets its send_as instead of the unknown name, else its
+	// first alias, else the name as it came. Default: false; such requests get 404.
+	DefaultAny bool `json:"default_any,omitempty"`
 	// Requests that need no GPU, each as `METHOD /path` or `/path`, where `*` at the end of the path stands
 	// for anything: the path as the server will see it. Beside the consumer's own.
 	Bypass []string `json:"bypass,omitempty"`
@@ -107,9 +110,7 @@ func ParseRoute(d *caddyfile.Dispenser) (*Route, error) {
 func routeWords(r *Route, s *said) map[string]word {
 	return map[string]word{
 		"model_from": modelFrom(&r.ModelFrom),
-		"default": single(s, &r.Default, "CONSUMER", func(name string) (string, error) {
-			return name, config.CheckName(name)
-		}),
+		"default":    defaultConsumer(s, r),
 
 		"bypass":      patterns(&r.Bypass),
 		"touch":       patterns(&r.Touch),
@@ -238,6 +239,9 @@ func (r *Route) contradictions() (faults []error) {
 	}
 	if r.Default != "" && len(r.ModelFrom) == 0 {
 		faults = append(faults, fmt.Errorf("default %s is for requests that name no model, but there is no model_from that says where they name one", r.Default))
+	}
+	if r.DefaultAny && r.Default == "" {
+		faults = append(faults, errors.New("default_any, but there is no default: name the consumer that serves unknown models"))
 	}
 	if r.Consumer != "" && slices.Contains(r.Fallback, r.Consumer) {
 		faults = append(faults, fmt.Errorf("fallback names %s, the consumer itself: it is always asked first; leave that out", r.Consumer))
