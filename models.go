@@ -179,7 +179,7 @@ func (j *job) find(r *http.Request) (*target, error) {
 			err = j.checkOther(r, t, name)
 		}
 		return t, err
-	case routing.IsList(r):
+	case routing.IsList(r) && (h.fixed == nil || !h.fixed.Computes(r)):
 		return nil, nil
 	case m.none != nil:
 		return m.none, nil

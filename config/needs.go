@@ -87,6 +87,9 @@ func (r *Routes) Needs(req *http.Request) Need {
 	}
 }
 
+// Computes reports whether a list says that a request needs the GPU.
+func (r *Routes) Computes(req *http.Request) bool { return r.Asks(req, r.gpu) }
+
 // Asks reports whether the server may take a request for one of some routes, whose patterns have the rules of its paths.
 func (r *Routes) Asks(req *http.Request, routes RoutePatterns) bool {
 	path := r.paths.Read(req.Method, req.URL)

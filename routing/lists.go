@@ -5,8 +5,11 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
 )
 
 // Listed is a model as lists show it.
@@ -119,12 +122,16 @@ func IsShortList(r *http.Request) bool {
 	return (r.Method == http.MethodGet || r.Method == http.MethodHead) && strings.TrimRight(r.URL.Path, "/") == "/models"
 }
 
-// IsList says whether a request asks for a list of models, or for one of a list.
+// IsList reports whether a request asks for a list of models, or for one of a list, in whatever form its server takes the path.
 func IsList(r *http.Request) bool {
-	if r.Method != http.MethodGet && r.Method != http.MethodHead {
+	if r.Method != http.MethodGet && r.Method != http.MethodHead || config.IsTunnel(r) {
 		return false
 	}
-	path := r.URL.Path
+	path := config.PathMatch(0).Read(r.Method, r.URL)
+	return !slices.ContainsFunc(path.Forms(), func(form string) bool { return !isListPath(form) })
+}
+
+func isListPath(path string) bool {
 	return path == openAIPath || strings.TrimRight(path, "/") == ollamaPath || strings.HasPrefix(path, openAIPath+"/")
 }
 

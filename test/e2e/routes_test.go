@@ -216,3 +216,14 @@ func TestK2_AWebSocketThatNoListNamesTakesATurn(t *testing.T) {
 	require.Equal(t, 200, s.await(busy).status)
 	s.until("it has had its turn", func() bool { return s.status().Scheduler.QueueDepth == 0 })
 }
+
+func TestH3_WhatLooksLikeAListOfModelsAndComputesTakesATurn(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{mvoice(), engine(modelserver.LocalAI, "", "one", "two")}})
+	for _, upgrade := range []string{"", "\r\nConnection: Upgrade\r\nUpgrade: websocket"} {
+		answer := s.raw("GET /localai/v1/models/v1/realtime HTTP/1.0\r\nHost: localhost\r\nX-Forwarded-Prefix: /v1/models" + upgrade + "\r\n\r\n")
+		require.Contains(t, answer, "names no model")
+	}
+	require.Zero(t, s.servers["localai"].Stats().Requests["/v1/models/v1/realtime"])
+	require.Equal(t, 200, s.get("/localai/v1/models").status)
+}
