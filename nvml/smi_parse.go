@@ -86,6 +86,10 @@ func about(noise []string, busID string) string {
 
 func parseGPU(line string, fields []string) (gpuRow, error) {
 	columns := strings.Split(line, ",")
+	// A name may hold commas. The address behind it shows that it is the name which has too many.
+	if name, more := slices.Index(fields, "name"), len(columns)-len(fields); name >= 0 && more > 0 && strings.Contains(columns[name+more+1], ":") {
+		columns = slices.Replace(columns, name, name+more+1, strings.Join(columns[name:name+more+1], ","))
+	}
 	if len(columns) != len(fields) {
 		return gpuRow{}, fmt.Errorf("nvidia-smi's line %q has %d columns, want %d", firstLine(line), len(columns), len(fields))
 	}

@@ -74,6 +74,9 @@ func runSMI(ctx context.Context, path string, arguments ...string) (string, erro
 	var stdout, stderr bounded
 	command.Stdout, command.Stderr = &stdout, &stderr
 	err := command.Run()
+	if errors.Is(err, exec.ErrWaitDelay) { // it has ended well, and left a child with its pipes
+		err = nil
+	}
 	var exit *exec.ExitError
 	switch {
 	case ctx.Err() != nil:

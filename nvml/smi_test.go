@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -408,5 +409,21 @@ func TestK6_EachRunHasTheWholeTimeout(t *testing.T) {
 	s.timeout = 200 * time.Millisecond
 	if _, err := s.Sample(context.Background(), gpu.Memory); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("a run of 0.6s within a timeout of 0.2s: %v", err)
+	}
+}
+
+func TestK6_AChildThatKeepsThePipeCostsNoLook(t *testing.T) {
+	const child = "\nsleep 30 &\necho $! >\"$0.child\""
+	f := newFake(t, prints(row4090)+child, prints("GPU-aaaa, 5, ollama, 4096"))
+	t.Cleanup(func() { _ = exec.Command("sh", "-c", "kill $(cat '"+f.path+".child')").Run() })
+	if d := lookSMI(t, f.open(NvidiaSMI{})); len(d) != 1 || !d[0].MemoryKnown || len(d[0].Processes) != 1 {
+		t.Errorf("%+v", d)
+	}
+}
+
+func TestK6_ANameMayHoldCommas(t *testing.T) {
+	f := newFake(t, prints(strings.Replace(row4090, "GeForce RTX 4090", "RTX 4090, Founders, 24 GB", 1)), "")
+	if d := lookSMI(t, f.open(NvidiaSMI{})); len(d) != 1 || !d[0].MemoryKnown || d[0].Name != "NVIDIA RTX 4090, Founders, 24 GB" || d[0].Free != 23226*gpu.MiB {
+		t.Errorf("%+v", d)
 	}
 }
