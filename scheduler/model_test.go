@@ -84,6 +84,10 @@ func (w *world) newModel(g *card, t *slot) *model {
 		case h.hasMeas:
 			v = h.measured
 		case sl.state == Loading, sl.state == Ready && (!sl.settled || g.Known && g.seenAt.Before(sl.settledAt)):
+			if h.blind {
+				unknown = append(unknown, sl.cfg.Name)
+				continue
+			}
 			v = max(0, min(h.drop, b))
 		case sl.state == Unknown:
 			unknown = append(unknown, sl.cfg.Name)

@@ -51,8 +51,14 @@ var inScheduler = []mutant{
 	{
 		name: "the fit is decided for one amount, another is booked",
 		file: "handover.go",
-		old:  "h.booking, h.loadFree, h.before = t.claim(), c.Free, h.residue",
-		new:  "h.booking, h.loadFree, h.before = t.claim()/2, c.Free, h.residue",
+		old:  "h.booking, h.loadFree, h.blind, h.before = t.claim(), c.Free, !c.Known, h.residue",
+		new:  "h.booking, h.loadFree, h.blind, h.before = t.claim()/2, c.Free, !c.Known, h.residue",
+	},
+	{
+		name: "what was loaded without telemetry is other programs' when it is back",
+		file: "ledger.go",
+		old:  "e.State == Unknown || e.Blind && (e.State == Loading || e.State == Ready && !e.Settled)",
+		new:  "e.State == Unknown",
 	},
 	{
 		name: "last use is the start of a job, not its end",
