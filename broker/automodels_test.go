@@ -1,6 +1,8 @@
 package broker
 
 import (
+	"context"
+	"errors"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -47,6 +49,59 @@ func TestAConsumerWithoutSlotsStaysWhileItIsConfigured(t *testing.T) {
 		pass(time.Second)
 		require.False(t, w.Knows("m"), "it is not in the configuration any more")
 		require.True(t, w.Knows("a"))
+	})
+}
+
+// catalogServer is a modelServer that lists what it could load, unless it is down.
+type catalogServer struct {
+	*modelServer
+	lists []lifecycle.Model
+	down  bool
+}
+
+func (c *catalogServer) Open(lifecycle.Deps) (lifecycle.Driver, error) { return c, nil }
+func (c *catalogServer) Elsewhere(string) bool                         { return false }
+func (c *catalogServer) Catalog(context.Context) ([]lifecycle.Model, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.down {
+		return nil, errors.New("connection refused")
+	}
+	return c.lists, nil
+}
+
+// What a server has listed is known while it does not answer, so that a request for it can start it, or go to a fallback.
+func TestWhatAServerListedIsKnownWhileItIsDown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+		defer w.Close()
+		c := server("m", 2*gpu.GiB)
+		c.AutoModels = true
+		w.gen = w.generation(t, nil, c)
+		traits := everything
+		traits.LoadModel, traits.UnloadModel, traits.Models, traits.Catalog = true, true, true, true
+		w.servers["m"].traits = traits
+		m := &catalogServer{modelServer: &modelServer{fakeServer: w.servers["m"]}, lists: []lifecycle.Model{{Name: "x"}, {Name: "y"}}}
+		w.gen.Lifecycles["m"] = m
+		require.NoError(t, w.Push(w.gen))
+		offers := func(model string) Offer { return w.Offer(t.Context(), "m", model) }
+		require.Equal(t, Offer{Known: lifecycle.Yes, As: "x"}, offers("x"))
+		require.Equal(t, lifecycle.No, offers("z").Known)
+
+		m.mu.Lock()
+		m.down = true
+		m.mu.Unlock()
+		pass(catalogRest)
+		require.Equal(t, lifecycle.Unknown, offers("z").Known, "it may have come meanwhile")
+		require.Equal(t, Offer{Known: lifecycle.Yes, As: "y"}, offers("y"))
+		require.Equal(t, m.lists, w.Catalog(t.Context(), "m"))
+
+		m.mu.Lock()
+		m.down, m.lists = false, m.lists[:1]
+		m.mu.Unlock()
+		pass(catalogRest)
+		require.Equal(t, m.lists, w.Catalog(t.Context(), "m"))
+		require.Equal(t, lifecycle.No, offers("y").Known)
 	})
 }
 

@@ -23,7 +23,7 @@ const (
 type catalog struct {
 	at      time.Time                  // of the latest answer, a failure too; zero: none yet
 	told    bool                       // … which was none
-	models  []lifecycle.Model          // in the server's order
+	models  []lifecycle.Model          // in the server's order, as it told them last
 	byKey   map[string]lifecycle.Model // by lifecycle.Names.Key
 	missing map[string]time.Time       // by key: models that the server does not have, until then
 	asking  chan struct{}              // closed once the question under way is over; nil: none is
@@ -69,13 +69,11 @@ func (b *Broker) offered(consumer, model string) (_ Offer, stale bool) {
 		return Offer{Known: lifecycle.Yes, As: sl.model}, false
 	}
 	cat := &c.catalog
-	if cat.told {
-		if m, ok := cat.byKey[c.traits.Names.Key(model)]; ok {
-			if sl := c.holds(m); sl != nil { // by its digest
-				return Offer{Known: lifecycle.Yes, As: sl.model}, false
-			}
-			return Offer{Known: lifecycle.Yes, As: m.Name}, false
+	if m, ok := cat.byKey[c.traits.Names.Key(model)]; ok { // also while it does not answer: the scheduler knows what to do then
+		if sl := c.holds(m); sl != nil { // by its digest
+			return Offer{Known: lifecycle.Yes, As: sl.model}, false
 		}
+		return Offer{Known: lifecycle.Yes, As: m.Name}, false
 	}
 	if c.misses(time.Now(), model) {
 		return Offer{Known: lifecycle.No}, false
@@ -98,13 +96,14 @@ func (b *Broker) offered(consumer, model string) (_ Offer, stale bool) {
 	return offer, false
 }
 
-// Catalog returns the models that the server of a consumer could load, as it said at most a few seconds ago; nil: it does not say.
+// Catalog returns the models that the server of a consumer could load, as it said at most a few seconds ago, or last if it does
+// not answer now; nil: it never has.
 func (b *Broker) Catalog(ctx context.Context, consumer string) []lifecycle.Model {
 	b.refresh(ctx, consumer)
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	c := b.consumers[consumer]
-	if c == nil || !c.real().catalog.told {
+	if c == nil {
 		return nil
 	}
 	return slices.Clone(c.real().catalog.models)

@@ -181,6 +181,9 @@ func (b *Broker) slotsOf(c *consumer) []scheduler.SlotConfig {
 // turnsName is the name of the slot that takes turns for a consumer with models. No model's slot can have it: a name is never empty.
 func turnsName(consumer string) string { return consumer + "/" }
 
+// shown is the name by which people know a slot: one that only takes turns goes by its consumer's.
+func shown(slot string) string { return strings.TrimSuffix(slot, "/") }
+
 // turnsOf is what the scheduler is to know of the slot by which requests that load nothing take the GPU lock: one for a consumer
 // with models, at which a request may name none. It holds mu.
 func (b *Broker) turnsOf(c *consumer) []scheduler.SlotConfig {

@@ -20,12 +20,9 @@ type Explained struct {
 func (b *Broker) Explain(name string, priority *int) (Explained, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	slots := b.slotNames(name)
-	if len(slots) == 0 {
-		return Explained{}, fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
-	}
-	if len(slots) > 1 {
-		return Explained{}, fmt.Errorf("%w: %w", ErrCannot, severalModels(name, slots))
+	slot, err := b.oneSlot(name)
+	if err != nil {
+		return Explained{}, err
 	}
 	consumer, model, _ := strings.Cut(name, "/")
 	c := b.configOf(consumer)
@@ -37,7 +34,7 @@ func (b *Broker) Explain(name string, priority *int) (Explained, error) {
 		p = *priority
 	}
 	now := time.Now()
-	out := Explained{Explanation: b.state.Explain(now, slots[0], p)}
+	out := Explained{Explanation: b.state.Explain(now, slot, p)}
 	ladder := Request{Consumer: consumer, Model: model, Candidates: append([]string{consumer}, c.Fallback...)}
 	if to, _ := b.choose(now, &ladder); to != nil && to.name != consumer {
 		out.Fallback = to.name
@@ -84,9 +81,14 @@ func (b *Broker) Lend(index int, d time.Duration) (Lent, error) {
 
 // Pin pins a consumer by hand, or ends that, whatever its configuration says: until the process ends.
 func (b *Broker) Pin(name string, on bool) error {
-	slots := b.SlotNames(name)
-	if len(slots) == 0 {
-		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+	b.mu.Lock()
+	slots, err := b.slotsNamed(name)
+	b.mu.Unlock()
+	switch {
+	case err != nil:
+		return err
+	case len(slots) == 0:
+		return fmt.Errorf("%w: no model of %q has been asked for yet", ErrCannot, name)
 	}
 	for _, slot := range slots {
 		b.step(scheduler.SetPin{Slot: slot, On: on})

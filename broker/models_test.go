@@ -292,3 +292,10 @@ func TestAModelThatIsLoadedByItsAliasIsLoaded(t *testing.T) {
 		require.Equal(t, "READY", w.stateOf(t, "m/a"))
 	})
 }
+
+// SlotNames are the slots of a consumer.
+func (b *Broker) SlotNames(consumer string) []string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.slotNames(consumer)
+}

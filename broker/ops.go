@@ -19,14 +19,8 @@ var (
 	ErrCannot          = errors.New("the consumer can't do that")
 )
 
-// SlotNames are the names of what a name of the admin API stands for: a consumer's slots, or CONSUMER/MODEL itself. None: it is not known.
-func (b *Broker) SlotNames(name string) []string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.slotNames(name)
-}
-
-// slotNames is SlotNames. It holds mu.
+// slotNames are the names of what a name of the admin API stands for: a consumer's slots, or CONSUMER/MODEL itself. None: it is not known,
+// or has none yet. It holds mu.
 func (b *Broker) slotNames(name string) (out []string) {
 	if c := b.consumers[name]; c != nil {
 		for _, sl := range c.real().slots {
@@ -40,6 +34,30 @@ func (b *Broker) slotNames(name string) (out []string) {
 	return out
 }
 
+// slotsNamed is slotNames with an error where nobody has that name. A consumer with models auto may have no slot, before its first
+// request. It holds mu.
+func (b *Broker) slotsNamed(name string) ([]string, error) {
+	slots := b.slotNames(name)
+	if len(slots) == 0 && b.consumers[name] == nil {
+		return nil, fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+	}
+	return slots, nil
+}
+
+// oneSlot is the slot of a consumer that has just one, or of a model CONSUMER/MODEL. It holds mu.
+func (b *Broker) oneSlot(name string) (string, error) {
+	switch slots, err := b.slotsNamed(name); {
+	case err != nil:
+		return "", err
+	case len(slots) == 0:
+		return "", fmt.Errorf("%w: no model of %q has been asked for yet", ErrCannot, name)
+	case len(slots) > 1:
+		return "", fmt.Errorf("%w: %w", ErrCannot, severalModels(name, slots))
+	default:
+		return slots[0], nil
+	}
+}
+
 // severalModels is the error for a consumer where one of its models must be meant.
 func severalModels(name string, slots []string) error {
 	return fmt.Errorf("%q has several models: name one of %s", name, strings.Join(slots, ", "))
@@ -48,21 +66,20 @@ func severalModels(name string, slots []string) error {
 // LoadByHand loads a consumer, or a model CONSUMER/MODEL, by the same rules as for a request. It returns
 // when that is done or has failed; if ctx ends before, the load goes on.
 func (b *Broker) LoadByHand(ctx context.Context, name string) error {
-	slots := b.SlotNames(name)
-	switch {
-	case len(slots) == 0:
-		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
-	case len(slots) > 1:
-		return fmt.Errorf("%w: %w", ErrCannot, severalModels(name, slots))
+	b.mu.Lock()
+	slot, err := b.oneSlot(name)
+	b.mu.Unlock()
+	if err != nil {
+		return err
 	}
-	v, _ := b.slot(slots[0])
+	v, _ := b.slot(slot)
 	switch {
 	case v.State == scheduler.Ready && v.GateOpen:
 		return nil
 	case !v.CanLoad:
 		return fmt.Errorf("%w: %q has no load route: it loads inside its first request", ErrCannot, name)
 	}
-	consumer, model, _ := strings.Cut(slots[0], "/")
+	consumer, model, _ := strings.Cut(slot, "/")
 	done := make(chan error, 1)
 	b.mu.Lock()
 	if b.closed {
@@ -86,9 +103,11 @@ func (b *Broker) LoadByHand(ctx context.Context, name string) error {
 // UnloadByHand unloads a consumer with all its models, or one model CONSUMER/MODEL; running work ends first. It returns when
 // the memory is back, or with what went wrong.
 func (b *Broker) UnloadByHand(ctx context.Context, name string, force bool) error {
-	slots := b.SlotNames(name)
-	if len(slots) == 0 {
-		return fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
+	b.mu.Lock()
+	slots, err := b.slotsNamed(name)
+	b.mu.Unlock()
+	if err != nil {
+		return err
 	}
 	if s := b.current.Load().Config.Scheduler; s != config.Evicting {
 		return fmt.Errorf("%w: the scheduler is %s, which unloads nothing", ErrCannot, s)
@@ -159,10 +178,12 @@ func (b *Broker) Drain(ctx context.Context, name string) error {
 func (b *Broker) drain(name string, off bool) ([]string, error) {
 	slots := []string{""}
 	if name != "" {
-		if slots = b.SlotNames(name); len(slots) == 0 {
-			return nil, fmt.Errorf("%w: %q", ErrUnknownConsumer, name)
-		}
 		b.mu.Lock()
+		var err error
+		if slots, err = b.slotsNamed(name); err != nil {
+			b.mu.Unlock()
+			return nil, err
+		}
 		if c := b.consumers[name]; c != nil {
 			c.real().drained = !off
 			if c.real().turns != nil {

@@ -57,6 +57,7 @@ func (r *ring) list() []scheduler.Decision {
 
 // record keeps a decision, wakes those who watch, and hands it to the goroutine that tells. It holds mu.
 func (b *Broker) record(d scheduler.Decision) {
+	d.Slot, d.Target = shown(d.Slot), shown(d.Target)
 	b.records.add(d)
 	if g := b.current.Load(); g != nil && g.Observer != nil {
 		g.Observer.Count(d)

@@ -146,7 +146,7 @@ func (b *Broker) Status() Status {
 	out.Scheduler = Totals{Evictions: c.Evictions, ManualUnloads: c.ManualUnloads, IdleUnloads: c.IdleUnloads, Draining: snap.Draining, UnloadFailures: c.UnloadFailures, Loads: c.Loads, LoadFailures: c.LoadFailures,
 		Refused: c.Refused + b.refused, Cancelled: c.Cancelled, QueueDepth: snap.Waiting, InFlight: snap.Running, TotalJobs: c.Jobs, LastWaitMS: ms(c.LastWait), LastRunMS: ms(b.lastRun), OldestQueued: stamp(snap.Oldest)}
 	for _, w := range snap.Queue {
-		waiter := Waiter{Position: w.Position, Consumer: w.Slot, Client: w.Client, Priority: w.Priority, WaitedMS: ms(now.Sub(w.Submitted)), Reason: w.Why}
+		waiter := Waiter{Position: w.Position, Consumer: shown(w.Slot), Client: w.Client, Priority: w.Priority, WaitedMS: ms(now.Sub(w.Submitted)), Reason: w.Why}
 		if w.Estimate >= 0 {
 			waiter.EstimateS = new(w.Estimate.Seconds())
 		}
@@ -174,7 +174,7 @@ func (b *Broker) Status() Status {
 
 func (b *Broker) gpu(g scheduler.GPUView) GPU {
 	out := GPU{Index: g.Index, UUID: g.UUID, Name: g.Name, Total: int64(g.Total), Free: int64(g.Free), Used: int64(g.Used), Booked: int64(g.Booked),
-		Outsiders: int64(g.Outsiders), Programs: g.Device.Outsiders, Health: string(gpu.Healthy), Reason: g.Reason, Lock: g.Owner, Overcommitted: g.Overcommitted, SampledAt: stamp(g.SeenAt), LentUntil: stamp(g.LentUntil)}
+		Outsiders: int64(g.Outsiders), Programs: g.Device.Outsiders, Health: string(gpu.Healthy), Reason: g.Reason, Lock: shown(g.Owner), Overcommitted: g.Overcommitted, SampledAt: stamp(g.SeenAt), LentUntil: stamp(g.LentUntil)}
 	if g.Lost {
 		out.Health = string(gpu.Lost)
 	}
@@ -196,9 +196,10 @@ func (b *Broker) gpu(g scheduler.GPUView) GPU {
 func (b *Broker) consumerStatus(name string, slots []scheduler.SlotView) Consumer {
 	out := Consumer{Pinned: true, Draining: true, Removed: true, Slots: []Slot{}}
 	var used, ran time.Time // the last use; that of the slot whose priority is told
+	var turns scheduler.SlotView
 	for _, v := range slots {
 		if v.TurnOnly { // it is not resident, and nobody's to unload
-			out.Active, out.Waiting = out.Active+v.Active, out.Waiting+v.Waiting
+			out.Active, out.Waiting, turns = out.Active+v.Active, out.Waiting+v.Waiting, v
 			continue
 		}
 		one := b.slotStatus(v)
@@ -217,6 +218,10 @@ func (b *Broker) consumerStatus(name string, slots []scheduler.SlotView) Consume
 		if at := stamp(v.UnloadAt); at != "" && (out.UnloadAt == "" || at < out.UnloadAt) {
 			out.UnloadAt = at
 		}
+	}
+	if len(out.Slots) == 0 { // of models auto, before the first request
+		out.Enabled, out.Health, out.Reason = !turns.Disabled, turns.Health, turns.Detail
+		out.Pinned, out.Draining, out.Removed = turns.Pinned, turns.Draining, turns.Gone
 	}
 	out.LastUsed = stamp(used)
 	if c := b.consumers[name]; c != nil {

@@ -20,7 +20,11 @@ func TestModelsAutoServesWhatTheServerListsWithoutItsBeingNamed(t *testing.T) {
 				{Options: modelserver.Options{Name: "tts", VRAM: gib(9)}},
 			}, Routes: "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}"})
 			require.Equal(t, 200, s.post("/tts/", "x").status)
-			require.Empty(t, s.status().Consumers["llm"].Slots, "no slot before it is asked for")
+			before := s.status().Consumers["llm"]
+			require.Empty(t, before.Slots, "no slot before it is asked for")
+			require.Equal(t, "healthy", before.Health)
+			require.True(t, before.Enabled)
+			require.False(t, before.Removed || before.Draining || before.Pinned, "%+v", before)
 			for _, list := range []string{"/all/v1/models", "/all/api/tags"} {
 				body := string(s.get(list).body)
 				for _, name := range []string{`"small:latest"`, `"org/big:7b"`, `"tts"`} {
@@ -113,4 +117,32 @@ func TestModelsAutoProposesWhatTheServerLists(t *testing.T) {
 		Routes:    "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
 	})
 	require.Contains(t, s.chat("all", "qwen2.5:14b").refused(t, 404, "unknown_model"), `did you mean "qwen2.5:7b"?`)
+}
+
+func TestAConsumerWithModelsAutoIsKnownBeforeItsFirstRequest(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{shelf("ollama", modelserver.Ollama, "vram 6GiB\nmodels auto", map[string]float64{"small": 3})}})
+	do := func(want int, action string) string {
+		t.Helper()
+		a := s.adminDo("POST", "/gpu_broker/consumers/ollama/"+action, "", "")
+		require.Equal(t, want, a.status, "%s: %s", action, a.body)
+		return string(a.body)
+	}
+	do(200, "unload") // nothing is loaded
+	require.Contains(t, do(409, "load"), "has been asked for yet")
+	require.Contains(t, do(409, "pin"), "has been asked for yet")
+	require.Equal(t, 409, s.adminDo("GET", "/gpu_broker/explain?consumer=ollama", "", "").status)
+	do(200, "drain")
+	require.True(t, s.status().Consumers["ollama"].Draining)
+	s.chat("ollama", "small").refused(t, 503, "draining")
+	do(200, "resume")
+	require.False(t, s.status().Consumers["ollama"].Draining)
+	require.Equal(t, 200, s.chat("ollama", "small").status)
+	s.servers["ollama"].Kill()
+	s.until("it is told to be down", func() bool {
+		return len(s.decisions("unhealthy")) > 0 && s.status().Consumers["ollama"].Health == "unhealthy"
+	})
+	for _, d := range s.decisions("unhealthy") {
+		require.Contains(t, []string{"ollama", "ollama/small"}, d.Consumer)
+	}
 }
