@@ -257,7 +257,7 @@ func (s *State) inTheWay(t *slot) string {
 			if len(c.Outsiders) > 0 {
 				part += " (on the GPU run: " + strings.Join(c.Outsiders, ", ") + ")"
 			}
-			parts = append(parts, part)
+			parts = append(append(parts, part), s.unflushable(c, t)...)
 		}
 		for _, v := range s.around() {
 			h := v.hold(c.Index)

@@ -1,6 +1,7 @@
 package scheduler
 
 import (
+	"fmt"
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
@@ -56,6 +57,16 @@ func (s *State) noteForeign(c *card) {
 		}
 		h.foreign = min(h.foreign, out)
 	}
+}
+
+// unflushable says of slots that may hold memory on a GPU without our knowledge why they could not be made to give it back.
+func (s *State) unflushable(c *card, t *slot) (parts []string) {
+	for _, v := range s.slots {
+		if v.flushBad != "" && v.hold(c.Index) != nil && (v == t && s.mayHoldItself(v) || s.mayBeLoaded(v)) {
+			parts = append(parts, fmt.Sprintf("the server of %s may hold some of that, and does not unload: %s", v.cfg.Name, v.flushBad))
+		}
+	}
+	return parts
 }
 
 // flushable reports whether a target's own unload route is to be called before its load.
@@ -125,6 +136,7 @@ func (s *State) flush(now time.Time, v, target *slot) {
 // flushed ends a flush. One that failed is tried again for the slot's own jobs, after a pause.
 func (s *State) flushed(now time.Time, v *slot, failure string) {
 	v.stop, v.gate = stopping{}, gate{}
+	v.flushBad = failure
 	d := Decision{At: now, Kind: "flushed", Slot: v.cfg.Name, GPU: v.gpu(), Reason: "its unload route was called, since its server may have been loaded without the broker"}
 	if failure != "" {
 		v.unloaded = false

@@ -158,7 +158,8 @@ func TestK0_AFlushThatNeverSucceedsRefusesInTime(t *testing.T) {
 		}
 		f.advance(time.Second)
 	}
-	f.requireRefused(h, VRAMExhausted)
+	r := f.requireRefused(h, VRAMExhausted)
+	require.Contains(t, r.Message, "the server of comfyui may hold some of that, and does not unload: ")
 	require.LessOrEqual(t, len(f.unloads), 5)
 }
 
@@ -226,4 +227,14 @@ func TestK0_ExplainSaysThatTheServersOwnMemoryComesFirst(t *testing.T) {
 	require.Contains(t, e.Reason, "its own server may hold the rest")
 	require.Equal(t, "comfyui", f.s.Choose(f.now, []string{"comfyui", "other"}, false))
 	f.requireUnloads()
+}
+
+func TestK0_AnotherServerThatRefusesToUnloadIsNamed(t *testing.T) {
+	f := given(t, 16384, lazyServer("forge", 9216), server("llm", 10000))
+	f.free(7168)
+	h := f.submit("llm")
+	f.requireUnloads("forge")
+	f.unloadFails("forge")
+	f.look(10 * time.Second)
+	require.Contains(t, f.requireRefused(h, VRAMExhausted).Message, "the server of forge may hold some of that, and does not unload: 500")
 }

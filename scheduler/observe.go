@@ -68,7 +68,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		sl.state, sl.since, sl.idleAt, sl.loadedAt = s.startState(&c), now, time.Time{}, time.Time{}
 		sl.stop, sl.gate, sl.readyAt, sl.want = stopping{}, gate{}, now, target{}
 		sl.dead, sl.suspect, sl.deaths, sl.reviving = "", false, 0, false
-		sl.unloaded, sl.started, sl.flushedAt, sl.unloadBad, sl.retryAt = false, 0, time.Time{}, 0, time.Time{} // an unknown server
+		sl.unloaded, sl.started, sl.flushedAt, sl.flushBad, sl.unloadBad, sl.retryAt = false, 0, time.Time{}, "", 0, time.Time{} // an unknown server
 		s.recall(now, sl)
 	}
 	s.checkBudget(now, sl)

@@ -158,6 +158,7 @@ type slot struct {
 	stop      stopping
 	unloaded  bool      // its unload route was called since the start
 	flushedAt time.Time // … while it was IDLE, and answered
+	flushBad  string    // … while it was IDLE, and why that failed the last time; empty: it did not
 	retryAt   time.Time // not chosen as victim before: its last unload failed or its drain took too long
 	unloadBad int
 

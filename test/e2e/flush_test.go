@@ -114,3 +114,17 @@ func TestK0_AComfyUIThatWasLoadedPastTheBrokerIsFlushedAndServed(t *testing.T) {
 	require.Equal(t, 2, comfy.Stats().UnloadCalls)
 	s.noOOM()
 }
+
+func TestK0_ARefusalNamesTheServerThatDoesNotUnload(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Global: "outsider_wait 500ms", Consumers: []consumer{{
+		Options: modelserver.Options{Name: "lazy", Manner: modelserver.Kokoro, VRAM: gib(9), Preloaded: true}, // without ALLOW_DEV_UNLOAD
+		Lines:   "lifecycle_by_hand\npreset kokoro",
+	}}})
+	s.until("its memory is seen", func() bool { return len(s.status().GPUs) > 0 && s.status().GPUs[0].Used > 0 })
+	work := lazyWork["kokoro"]
+	a := s.post("/lazy"+work.path, work.body)
+	require.Equal(t, 503, a.status)
+	require.Contains(t, string(a.body), "the server of lazy may hold some of that, and does not unload: ")
+	require.Contains(t, string(a.body), "ALLOW_DEV_UNLOAD")
+}
