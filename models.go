@@ -1,6 +1,7 @@
 package gpubroker
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net/http"
@@ -74,24 +75,21 @@ func modelFrom(c *config.Consumer) []config.ModelFrom {
 
 // names is what requests may call a consumer or its models, and what of that lists show. compare is how its server compares models' names.
 func names(c *config.Consumer, compare lifecycle.Names) (all []routing.Named, shown []routing.Listed) {
-	list := func(n routing.Named, size gpu.Bytes, names ...string) {
+	list := func(n routing.Named, size gpu.Bytes, unlisted bool, names ...string) {
+		n.Consumer, n.Hidden = c.Name, !c.IsEnabled() || unlisted
 		all = append(all, n)
 		for _, name := range append(names, n.Aliases...) {
-			if c.IsEnabled() {
-				shown = append(shown, routing.Listed{Name: name, Size: int64(size), Since: began})
+			if _, pattern := config.ParseNamePattern(name); !pattern && c.IsEnabled() {
+				shown = append(shown, routing.Listed{Name: name, Size: int64(size), Since: began, Unlisted: unlisted})
 			}
 		}
 	}
 	if !c.HasModels() {
-		list(routing.Named{Consumer: c.Name, Aliases: c.Alias, Hidden: !c.IsEnabled()}, c.VRAM, c.Name)
+		list(routing.Named{Aliases: c.Alias, At: c.Source}, c.VRAM, c.Unlisted, c.Name)
 		return all, shown
 	}
-	for _, model := range c.Models {
-		size := model.VRAM
-		if size == 0 {
-			size = c.VRAM
-		}
-		list(routing.Named{Consumer: c.Name, Model: model.Name, Aliases: model.Alias, Hidden: !c.IsEnabled(), Same: compare.Same}, size, model.Name)
+	for _, m := range c.Models {
+		list(routing.Named{Model: m.Name, Aliases: m.Alias, Same: compare.Same, Match: compare.Match, At: m.Source}, cmp.Or(m.VRAM, c.VRAM), m.Unlisted || c.Unlisted, m.Name)
 	}
 	return all, shown
 }
@@ -170,7 +168,7 @@ func (j *job) find(r *http.Request) (*target, error) {
 	name, err := m.sources.Find(r, j.facts)
 	switch {
 	case j.turn: // what it names may be something else
-		return j.mayName(name)
+		return j.mayName(r, name)
 	case err != nil:
 		return nil, badRequest(err)
 	case name != "":
@@ -208,7 +206,11 @@ func (j *job) checkOther(r *http.Request, t *target, name string) error {
 	case other == "", j.handler.app.modelNames[t.name].Same(other, j.model):
 		return nil
 	}
-	if who, ok := m.names.Lookup(other); ok && who == (routing.Found{Consumer: t.name, Model: j.model}) {
+	who, ok := m.names.Lookup(other)
+	if !ok {
+		who, ok = m.names.Match(other)
+	}
+	if ok && who == (routing.Found{Consumer: t.name, Model: j.model}) {
 		return nil
 	}
 	return &failure{status: http.StatusBadRequest, code: "bad_request",
@@ -216,29 +218,36 @@ func (j *job) checkOther(r *http.Request, t *target, name string) error {
 }
 
 // mayName is named for a request of a known consumer that no list names: a name that means nothing here is the server's to judge.
-func (j *job) mayName(name string) (*target, error) {
+func (j *job) mayName(r *http.Request, name string) (*target, error) {
 	if name != "" {
-		if who, ok := j.handler.byModel.names.Lookup(name); ok {
+		m := j.handler.byModel
+		if who, ok := m.names.Lookup(name); ok {
 			j.means(name, who)
-		} else if consumer, model := j.handler.pool.broker.Holder(j.handler.byModel.only.Name, name); consumer != "" {
+		} else if consumer, model := j.handler.pool.broker.Holder(m.only.Name, name); consumer != "" {
 			j.model = model
+		} else if who, ok := m.names.Match(name); ok && (m.only.VRAM == 0 || j.handler.pool.broker.Offer(r.Context(), m.only.Name, name).Known != lifecycle.Yes) {
+			j.means(name, who)
 		}
 	}
 	return j.handler.fixed, nil
 }
 
-// named finds who is meant by a name: what the configuration names, then what servers have that it does not.
+// named finds who is meant by a name: what the configuration names, then what servers have that it does not, then what its patterns
+// stand for, then the default for unknown names.
 func (j *job) named(r *http.Request, name string) (*target, error) {
 	h, m := j.handler, j.handler.byModel
 	if who, ok := m.names.Lookup(name); ok {
 		return j.means(name, who), nil
 	}
+	like, matches := m.names.Match(name)
 	if m.only != nil && m.only.VRAM > 0 {
 		offer := h.pool.broker.Offer(r.Context(), m.only.Name, name)
-		switch offer.Known {
-		case lifecycle.Yes:
+		switch {
+		case offer.Known == lifecycle.Yes:
 			return j.takes(name, h.fixed, offer.As, ""), nil
-		case lifecycle.No: // to ask for it would unload others for nothing
+		case matches:
+			return j.means(name, like), nil
+		case offer.Known == lifecycle.No: // to ask for it would unload others for nothing
 			return nil, m.missing(name, offer.Listed)
 		}
 		if j.turn = offer.Elsewhere; j.turn {
@@ -253,13 +262,16 @@ func (j *job) named(r *http.Request, name string) (*target, error) {
 	} else {
 		var t *target
 		var err error
-		if t, listed, err = j.automatic(r, name); t != nil || err != nil {
+		if t, listed, err = j.automatic(r, name, matches); t != nil || err != nil {
 			return t, err
 		}
 	}
 	consumer, model := h.pool.broker.Holder(consumer, name)
 	if t := h.targets[consumer]; t != nil {
 		return j.takes(name, t, model, ""), nil
+	}
+	if matches {
+		return j.means(name, like), nil
 	}
 	if h.DefaultAny {
 		return j.takes(name, m.none, "", m.none.first()), nil
@@ -366,6 +378,9 @@ func (h *Handler) loadedModels() []byte {
 			name := slot.Model
 			if name == "" {
 				name = c.Name
+			}
+			if c.IsUnlisted(slot.Model) {
+				continue
 			}
 			loaded = append(loaded, routing.Listed{Name: name, Size: slot.Booking, Since: began})
 		}

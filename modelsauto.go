@@ -13,8 +13,8 @@ import (
 )
 
 // automatic finds a model among those that servers with `models auto` list. Without a target and an error there is none: then
-// it returns the names that they list.
-func (j *job) automatic(r *http.Request, name string) (t *target, listed []string, err error) {
+// it returns the names that they list. With sure, a model counts only if its server lists it.
+func (j *job) automatic(r *http.Request, name string, sure bool) (t *target, listed []string, err error) {
 	h, m := j.handler, j.handler.byModel
 	silent, elsewhere := "", ""
 	for _, consumer := range m.auto {
@@ -32,6 +32,8 @@ func (j *job) automatic(r *http.Request, name string) (t *target, listed []strin
 		}
 	}
 	switch {
+	case sure:
+		return nil, listed, nil
 	case silent != "":
 	case elsewhere != "":
 		j.turn = true
@@ -50,10 +52,10 @@ func (m *byModel) answerList(r *http.Request, h *Handler) (body []byte, name str
 	}
 	all := slices.Clone(m.listed)
 	for _, consumer := range m.auto {
-		size := int64(h.app.consumer(consumer).VRAM)
+		c := h.app.consumer(consumer)
 		for _, model := range h.pool.broker.Catalog(r.Context(), consumer) {
 			if _, named := m.names.Lookup(model.Name); !named && !slices.ContainsFunc(all, func(l routing.Listed) bool { return l.Name == model.Name }) {
-				all = append(all, routing.Listed{Name: strings.Clone(model.Name), Size: size, Since: began})
+				all = append(all, routing.Listed{Name: strings.Clone(model.Name), Size: int64(c.VRAM), Since: began, Unlisted: c.Unlisted})
 			}
 		}
 	}

@@ -30,7 +30,7 @@ type target struct {
 	priority    int           // of requests that name none
 	unloads     []unloadRule  // requests that give memory back
 	candidates  []string      // the ladder, this one being the first; nil: there is no other
-	known       []string      // names that its server knows, beside the consumer's
+	known       []string      // names that its server knows, beside the consumer's; no patterns
 	sent        sent
 	foldKeys    bool // its server takes fields of JSON in any case
 
@@ -60,7 +60,7 @@ func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
 	if t.unloads, err = unloadRules(c, &h.app.Broker); err != nil {
 		return nil, fmt.Errorf("consumer %q: %w", c.Name, err)
 	}
-	t.starts, t.foldKeys, t.known = h.app.starts[c.Name], c.FoldKeys, c.Alias
+	t.starts, t.foldKeys, t.known = h.app.starts[c.Name], c.FoldKeys, plainNames(c.Alias)
 	if h.MaxRun != nil {
 		t.maxRun = time.Duration(*h.MaxRun)
 	}
@@ -81,6 +81,14 @@ func (h *Handler) newTarget(c *config.Consumer) (*target, error) {
 		}
 	}
 	return t, nil
+}
+
+// plainNames are the aliases that are no patterns.
+func plainNames(aliases []string) []string {
+	return slices.DeleteFunc(slices.Clone(aliases), func(alias string) bool {
+		_, pattern := config.ParseNamePattern(alias)
+		return pattern
+	})
 }
 
 // stopped says whether a request that needs no GPU is for a server that does not run, and if not, where that listens.

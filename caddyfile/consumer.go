@@ -80,6 +80,7 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 		"async":        flag(s, &c.Async),
 		"pin_primary":  flag(s, &c.PinPrimary),
 		"fold_keys":    flag(s, &c.FoldKeys),
+		"unlisted":     flag(s, &c.Unlisted),
 		"cloud":        flag(s, &c.Cloud),
 
 		"keep_alive":     single(s, &c.KeepAlive, "5m", duration),
@@ -160,6 +161,7 @@ func readModel(c *config.Consumer) word {
 			"strip":        checkedList(&m.Strip, "FIELD ...", config.CheckChangedField),
 			"vram":         single(s, &m.VRAM, "6GiB", someSize),
 			"pin":          flag(s, &m.Pin),
+			"unlisted":     flag(s, &m.Unlisted),
 			"keep_alive":   single(s, &m.KeepAlive, "5m", duration),
 			"idle_timeout": optional(s, &m.IdleTimeout, "15m", duration),
 			"concurrency":  single(s, &m.Concurrency, "1", number(1)),

@@ -25,7 +25,7 @@ func CheckAlias(alias string) error {
 	if err := checkSeen(alias); err != nil {
 		return fmt.Errorf("alias %q %w", alias, err)
 	}
-	return nil
+	return checkPattern(alias)
 }
 
 // checkSeen reports what in a name people can't see. Spaces inside it are allowed.

@@ -2,6 +2,7 @@ package config
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 	"unicode/utf8"
 
@@ -14,6 +15,11 @@ const MaxModelName = 256
 
 // HasModels says whether the consumer's models are loaded and unloaded each by itself.
 func (c *Consumer) HasModels() bool { return len(c.Models) > 0 || c.AutoModels }
+
+// IsUnlisted reports whether lists of models leave out the one of this name; of a consumer without models the name is empty.
+func (c *Consumer) IsUnlisted(model string) bool {
+	return c.Unlisted || slices.ContainsFunc(c.Models, func(m *Model) bool { return m.Unlisted && m.Name == model })
+}
 
 // SharedVRAM is how much the process of c takes when loaded: for itself and for all that share it.
 func (b *Broker) SharedVRAM(c *Consumer) gpu.Bytes {

@@ -21,6 +21,9 @@ func CheckSendAs(name string) error {
 	if err := CheckAlias(name); err != nil {
 		return fmt.Errorf("send_as or as: %w", err)
 	}
+	if _, pattern := ParseNamePattern(name); pattern {
+		return fmt.Errorf("send_as or as: %q stands for many names: write the one that the server knows", name)
+	}
 	return nil
 }
 

@@ -1,6 +1,9 @@
 package lifecycle
 
-import "strings"
+import (
+	"strings"
+	"unicode"
+)
 
 // Names is how a server compares the names of models. The zero value compares them byte by byte.
 //
@@ -37,12 +40,45 @@ func (n Names) Key(name string) string {
 	}
 	path, tag := n.split(name)
 	if n.Fold {
-		path, tag = strings.ToLower(path), strings.ToLower(tag)
+		path, tag = strings.Map(folded, path), strings.Map(folded, tag)
 	}
 	if n.Tag == "" {
 		return path
 	}
 	return path + ":" + tag
+}
+
+// folded is the one of a letter's cases that stands for all that strings.EqualFold takes for the same.
+func folded(r rune) rune {
+	least := r
+	for other := unicode.SimpleFold(r); other != r; other = unicode.SimpleFold(other) {
+		least = min(least, other)
+	}
+	return least
+}
+
+// Match reports whether before and after are the beginning and the end of a name, as it is written or as another name that the server
+// takes for it: without the default prefix, and with or without the default tag. It allocates only if no plain comparison fits.
+func (n Names) Match(before, after, name string) bool {
+	fits := func(name string) bool {
+		if len(name) < len(before)+len(after) {
+			return false
+		}
+		head, tail := name[:len(before)], name[len(name)-len(after):]
+		return head == before && tail == after || n.Fold && strings.EqualFold(head, before) && strings.EqualFold(tail, after)
+	}
+	switch {
+	case fits(name):
+		return true
+	case n == Names{}:
+		return false
+	}
+	path, tag := n.split(name)
+	if n.Tag == "" {
+		return fits(path)
+	}
+	byDefault := tag == n.Tag || n.Fold && strings.EqualFold(tag, n.Tag)
+	return byDefault && fits(path) || fits(path+":"+tag)
 }
 
 // split returns name without its default prefix and its tag, and its tag, or the default one.

@@ -42,6 +42,10 @@ func TestK1_NamesAreComparedAsTheServerComparesThem(t *testing.T) {
 		{lifecycle.Names{}, "m", "M", false},
 		{lifecycle.Names{}, "m", "m:latest", false},
 		{lifecycle.Names{Fold: true}, "Org/M", "org/m", true},
+		{ollama, "maß:ſ", "maß:S", true}, // the long s
+		{ollama, "λόγος", "ΛΌΓΟΣ", true}, // the final sigma
+		{ollama, "\u212a", "k", true},    // the sign of Kelvin
+		{ollama, "\xff", "\xfe", true},   // no text, and no name either
 	} {
 		require.Equal(t, c.same, c.names.Same(c.a, c.b), "%q and %q", c.a, c.b)
 		require.Equal(t, c.same, c.names.Same(c.b, c.a), "%q and %q", c.b, c.a)
@@ -65,7 +69,7 @@ func FuzzNamesOfOneModelHaveOneKey(f *testing.F) {
 	f.Add("https://a/b/c:d", "A/B/c:D")
 	f.Add("///", ":/:")
 	f.Fuzz(func(t *testing.T, a, b string) {
-		if isASCII(a+b) && ollama.Same(a, b) != (ollama.Key(a) == ollama.Key(b)) {
+		if ollama.Same(a, b) != (ollama.Key(a) == ollama.Key(b)) {
 			t.Errorf("%q and %q: keys %q and %q", a, b, ollama.Key(a), ollama.Key(b))
 		}
 		if !ollama.Same(a, a) || ollama.Same(a, b) != ollama.Same(b, a) {
@@ -74,6 +78,29 @@ func FuzzNamesOfOneModelHaveOneKey(f *testing.F) {
 	})
 }
 
-func isASCII(s string) bool {
-	return strings.IndexFunc(s, func(r rune) bool { return r > 127 }) < 0
+func TestN3_APatternIsComparedAsTheServerComparesNames(t *testing.T) {
+	for _, c := range []struct {
+		names         lifecycle.Names
+		pattern, name string
+		fits          bool
+	}{
+		{lifecycle.Names{}, "claude-*", "claude-3", true},
+		{lifecycle.Names{}, "claude-*", "claude-", true},
+		{lifecycle.Names{}, "claude-*", "Claude-3", false},
+		{lifecycle.Names{}, "claude-*", "x/claude-3", false},
+		{lifecycle.Names{}, "gpt-4*-mini", "gpt-4-mini", true},
+		{lifecycle.Names{}, "gpt-4*-mini", "gpt-4o-mini", true},
+		{lifecycle.Names{}, "gpt-4-*-mini", "gpt-4-mini", false}, // the two overlap
+		{lifecycle.Names{Fold: true}, "claude-*", "CLAUDE-3", true},
+		{lifecycle.Names{Fold: true}, "*-MINI", "gpt-mini", true},
+		{ollama, "claude-*", "registry.ollama.ai/library/Claude-3", true},
+		{ollama, "claude-*", "mike/claude-3", false},
+		{ollama, "claude-*-mini", "claude-3-mini:latest", true},
+		{ollama, "claude-*-mini", "claude-3-mini:7b", false},
+		{ollama, "claude-*:latest", "claude-3", true},
+		{ollama, "*:7b", "library/x:7B", true},
+	} {
+		before, after, _ := strings.Cut(c.pattern, "*")
+		require.Equal(t, c.fits, c.names.Match(before, after, c.name), "%s and %s", c.pattern, c.name)
+	}
 }

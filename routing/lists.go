@@ -17,6 +17,8 @@ type Listed struct {
 	Name  string    // by which requests ask for it
 	Size  int64     // in bytes
 	Since time.Time // when it came to be, as far as anybody knows
+
+	Unlisted bool // only a request for it by its name shows it
 }
 
 // Lists are the answers to requests for the lists of models, made once for a configuration.
@@ -65,8 +67,11 @@ func NewLists(models []Listed) *Lists {
 	}{[]ollamaModel{}}
 	for _, m := range models {
 		one := openAIModel{ID: m.Name, Object: "model", Created: m.Since.Unix(), OwnedBy: "gpu_broker"}
-		openAI.Data = append(openAI.Data, one)
 		l.each[m.Name] = encode(one)
+		if m.Unlisted {
+			continue
+		}
+		openAI.Data = append(openAI.Data, one)
 		ollama.Models = append(ollama.Models, inOllamasForm(m))
 	}
 	l.openAI, l.ollama = encode(openAI), encode(ollama)

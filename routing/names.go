@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/internal/faultlines"
 )
 
 // Named is a consumer, or one of its models, and what requests may call it.
@@ -18,6 +19,9 @@ type Named struct {
 	Hidden   bool // it is found, but not proposed
 	// Same reports whether two names are one to the server; nil: only equal ones are. It must not allocate.
 	Same func(a, b string) bool
+	// Match reports whether before and after are the beginning and the end of a name, as the server compares names; nil: byte by byte.
+	Match func(before, after, name string) bool
+	At    string // where it is defined, for errors; empty: not known
 }
 
 // Found is whom a name means.
@@ -42,6 +46,7 @@ func (n Named) names() []string {
 type Names struct {
 	found map[string]Found // by name and alias
 	alike []alike          // names of servers that compare names in a way of their own
+	like  []like           // patterns, in the order in which they are asked
 	shown []string         // names and aliases that may be proposed
 }
 
@@ -52,19 +57,47 @@ type alike struct {
 	same func(a, b string) bool
 }
 
+// like is a pattern, and what it stands for.
+type like struct {
+	config.NamePattern
+	is   Found
+	of   *Named
+	same func(a, b string) bool
+}
+
+// maxPatterns bounds the patterns of one route: each is tried for a name that nobody has.
+const maxPatterns = 256
+
+// title names c in errors.
+func (c *Named) title() string {
+	return faultlines.Title(Found{c.Consumer, c.Model}.String(), c.At)
+}
+
+// ambiguous is the error for a name that stands for two consumers.
+func ambiguous(name string, one, other *Named) error {
+	return fmt.Errorf("requests for %q could mean consumer %s or %s: give it to one of them", name, one.title(), other.title())
+}
+
 // NewNames makes Names. Its error holds every name that stands for two consumers.
 func NewNames(list []Named) (*Names, error) {
 	n := &Names{found: map[string]Found{}}
 	var faults []error
-	for _, c := range list {
+	owner := map[string]*Named{}
+	for i := range list {
+		c := &list[i]
 		is := Found{c.Consumer, c.Model}
 		for _, name := range c.names() {
+			if p, ok := config.ParseNamePattern(name); ok && slices.Contains(c.Aliases, name) {
+				faults = append(faults, n.addPattern(like{p, is, c, c.Same}))
+				continue
+			}
 			if other, taken := n.found[name]; taken {
 				if other != is {
-					faults = append(faults, fmt.Errorf("requests for %q could mean consumer %v or %v: give it to one of them", name, other, is))
+					faults = append(faults, ambiguous(name, owner[name], c))
 				}
 				continue
 			}
+			owner[name] = c
 			n.found[name] = is
 			if c.Same != nil && c.Model != "" {
 				n.alike = append(n.alike, alike{name, is, c.Same})
@@ -74,7 +107,43 @@ func NewNames(list []Named) (*Names, error) {
 			}
 		}
 	}
+	if len(n.like) > maxPatterns {
+		faults = append(faults, fmt.Errorf("there are %d aliases with a *: at most %d are allowed", len(n.like), maxPatterns))
+	}
+	slices.SortStableFunc(n.like, func(a, b like) int { return a.Compare(b.NamePattern) })
 	return n, errors.Join(faults...)
+}
+
+// addPattern adds a pattern. Its error says that a name could mean this one and another.
+func (n *Names) addPattern(p like) error {
+	for i := range n.like {
+		q := &n.like[i]
+		one := p.NamePattern == q.NamePattern || p.same != nil && p.same(p.String(), q.String()) || q.same != nil && q.same(p.String(), q.String())
+		switch {
+		case !one:
+		case p.is != q.is:
+			return ambiguous(p.String(), q.of, p.of)
+		case p.NamePattern == q.NamePattern:
+			return nil
+		}
+	}
+	n.like = append(n.like, p)
+	return nil
+}
+
+// Match finds who is meant by a name that Lookup does not find: by the pattern that fits it best, which is the one with the longest
+// beginning, then the one with the longest end.
+func (n *Names) Match(name string) (who Found, ok bool) {
+	if len(name) > MaxName {
+		return who, false
+	}
+	for i := range n.like {
+		p := &n.like[i]
+		if p.NamePattern.Match(name) || p.of.Match != nil && p.of.Match(p.Before, p.After, name) {
+			return p.is, true
+		}
+	}
+	return who, false
 }
 
 // latest is the tag that ollama adds to a name without one.
@@ -113,7 +182,12 @@ func (n *Names) Near(name string, others ...string) (near []string) {
 	if len(name) > MaxName {
 		return nil
 	}
-	left := slices.Concat(n.shown, others)
+	left := slices.Clone(n.shown)
+	for _, other := range others {
+		if _, known := n.Lookup(other); !known { // else it is shown, or hidden
+			left = append(left, other)
+		}
+	}
 	for range 3 {
 		word := config.Nearest(name, left)
 		if word == "" {

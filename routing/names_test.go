@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"net/http/httptest"
 	"net/url"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -43,12 +44,70 @@ func TestANameForTwoConsumersIsAnError(t *testing.T) {
 	require.ErrorContains(t, err, `requests for "b" could mean`)
 }
 
+func TestN3_APatternFindsWhatNoNameDoes(t *testing.T) {
+	fold := func(before, after, name string) bool {
+		p := config.NamePattern{Before: strings.ToLower(before), After: strings.ToLower(after)}
+		return p.Match(strings.ToLower(name))
+	}
+	n, err := NewNames([]Named{
+		{Consumer: "ollama", Model: "llama", Aliases: []string{"claude-*", "claude-2"}, Match: fold, Same: strings.EqualFold},
+		{Consumer: "ollama", Model: "qwen", Aliases: []string{"claude-3*", "*-mini"}, Match: fold, Same: strings.EqualFold},
+		{Consumer: "hosted", Aliases: []string{"gpt-*", "claude-*-mini"}},
+	})
+	require.NoError(t, err)
+	for name, want := range map[string]string{
+		"claude-1": "llama", "CLAUDE-1": "llama", "claude-3": "qwen", "claude-3.5-mini": "qwen", "claude-1-mini": "", "gpt-4o": "", "x-mini": "qwen",
+	} {
+		_, known := n.Lookup(name)
+		require.False(t, known, name)
+		who, ok := n.Match(name)
+		require.True(t, ok, name)
+		require.Equal(t, want, who.Model, name)
+	}
+	for _, name := range []string{"GPT-4o", "claud", "", strings.Repeat("claude-", MaxName)} {
+		_, ok := n.Match(name)
+		require.False(t, ok, name)
+	}
+	who, known := n.Lookup("claude-2")
+	require.True(t, known)
+	require.Equal(t, "llama", who.Model)
+	require.NotContains(t, n.Near("claude-*x"), "claude-*", "a pattern is no name")
+	require.Zero(t, testing.AllocsPerRun(100, func() { n.Lookup("claude-2") }))
+}
+
+func TestN3_APatternOfTwoConsumersIsAnErrorThatNamesBothPlaces(t *testing.T) {
+	for _, list := range [][]Named{
+		{{Consumer: "a", Model: "m", Aliases: []string{"claude-*"}, At: "Caddyfile:3"}, {Consumer: "b", Aliases: []string{"claude-*"}, At: "Caddyfile:9"}},
+		{{Consumer: "a", Model: "m", Aliases: []string{"Claude-*"}, At: "Caddyfile:3", Same: strings.EqualFold}, {Consumer: "b", Aliases: []string{"claude-*"}, At: "Caddyfile:9"}},
+	} {
+		_, err := NewNames(list)
+		require.ErrorContains(t, err, `requests for "claude-*" could mean consumer "m" of "a" (Caddyfile:3) or "b" (Caddyfile:9): give it to one of them`)
+	}
+	_, err := NewNames([]Named{{Consumer: "a", Model: "m", Aliases: []string{"x-*", "x-*", "X-*"}, Same: strings.EqualFold}})
+	require.NoError(t, err)
+	var many []string
+	for i := range maxPatterns + 1 {
+		many = append(many, strconv.Itoa(i)+"-*")
+	}
+	_, err = NewNames([]Named{{Consumer: "a", Aliases: many}})
+	require.ErrorContains(t, err, "257 aliases with a *: at most 256")
+}
+
+func TestAnUnlistedModelIsShownOnlyToThoseWhoNameIt(t *testing.T) {
+	l := NewLists([]Listed{{Name: "seen"}, {Name: "hidden", Unlisted: true}})
+	for path, shows := range map[string]bool{"/v1/models": false, "/api/tags": false, "/models": false, "/v1/models/hidden": true} {
+		body, _ := l.Answer(httptest.NewRequest("GET", path, nil))
+		require.Equal(t, shows, strings.Contains(string(body), "hidden"), path)
+	}
+}
+
 func TestNearNamesAreProposedTheNearestFirst(t *testing.T) {
 	n := names(t)
 	near := n.Near("whisper-2")
 	require.Equal(t, []string{"whisper-1", "whisper"}, near, "none that is hidden")
 	require.Empty(t, n.Near("zzzzzz"))
 	require.Empty(t, n.Near(""))
+	require.Equal(t, []string{"whisper-1", "whisper-2"}, n.Near("whisper-3", "whisper-2", "whisper-0")[:2], "of others none that is hidden")
 	many, err := NewNames([]Named{{Consumer: "aaaa1"}, {Consumer: "aaaa2"}, {Consumer: "aaaa3"}, {Consumer: "aaaa4"}})
 	require.NoError(t, err)
 	require.Len(t, many.Near("aaaa5"), 3)
@@ -114,7 +173,7 @@ func TestPathPatternFindsTheDecodedName(t *testing.T) {
 
 func TestListsHaveTheFormsOfOpenAIAndOllama(t *testing.T) {
 	since := time.Unix(1_700_000_000, 0)
-	l := NewLists([]Listed{{"qwen", 6 << 30, since}, {"org/phi:7b", 0, since}})
+	l := NewLists([]Listed{{Name: "qwen", Size: 6 << 30, Since: since}, {Name: "org/phi:7b", Since: since}})
 	answer := func(method, path string) string {
 		r := httptest.NewRequest(method, path, nil)
 		require.True(t, IsList(r))

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
@@ -105,10 +106,19 @@ func Names(b *config.Broker) Lookup {
 		slot string
 		of   *config.Consumer
 	}
+	type matching struct {
+		config.NamePattern
+		found
+	}
 	byName := map[string]found{}
+	var patterns []matching
 	var all []string
 	add := func(c *config.Consumer, slot string, names ...string) {
 		for _, n := range names {
+			if p, ok := config.ParseNamePattern(n); ok {
+				patterns = append(patterns, matching{p, found{slot, c}})
+				continue
+			}
 			if byName[n].of == nil {
 				byName[n] = found{slot, c}
 			}
@@ -127,8 +137,12 @@ func Names(b *config.Broker) Lookup {
 			add(c, slot, append([]string{slot, m.Name}, m.Alias...)...)
 		}
 	}
+	slices.SortStableFunc(patterns, func(a, b matching) int { return a.Compare(b.NamePattern) })
 	return func(name string) (string, int, error) {
 		f := byName[name]
+		if i := slices.IndexFunc(patterns, func(p matching) bool { return p.Match(name) }); f.of == nil && i >= 0 {
+			f = patterns[i].found
+		}
 		if f.of == nil {
 			return "", 0, config.Unknown("consumer", name, all)
 		}
