@@ -184,6 +184,7 @@ func TestN3_WhatAServerIsSentIsReadFromTheCaddyfile(t *testing.T) {
 	for want, tc := range map[string][2]string{
 		"fallback: after is not supported yet: leave it out; a fallback is taken where the consumer can't serve without unloading another, at Testfile:7": {"vram 1GiB", "hosted {\nafter 20s\n}"},
 		"write fallback CONSUMER { as NAME }, once for each, at Testfile:6":                                                                               {"vram 1GiB", "hosted other {\nas x\n}"},
+		"fallback hosted: as is set twice, to x (Testfile:6) and to y: leave one of them out, at Testfile:9":                                              {"vram 1GiB", "hosted {\nas x\n}\nfallback hosted {\nas y\n}"},
 		"set t is set twice, to 1 and to 2: leave one of them out, at Testfile:9":                                                                         {"set t 1\nset t 2", "hosted"},
 		"write set FIELD VALUE, as in set temperature 0.7, at Testfile:8":                                                                                 {"set t", "hosted"},
 		"write send_as NAME, or send_as client, at Testfile:8":                                                                                            {"send_as", "hosted"},

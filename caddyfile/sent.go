@@ -3,6 +3,7 @@ package caddyfile
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
 
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
@@ -12,8 +13,9 @@ import (
 // fallback reads `fallback CONSUMER ...`, or `fallback CONSUMER { as NAME }`.
 func fallback(names *[]string, as *map[string]string) word {
 	read := consumerNames("fallback", names)
+	places := map[string]string{} // where the name for a fallback stands
 	return func(d *caddyfile.Dispenser) error {
-		before := len(*names)
+		before, at := len(*names), source(d)
 		several := d.Errf("fallback: as NAME stands for one consumer: write fallback CONSUMER { as NAME }, once for each")
 		if err := read(d); err != nil {
 			return err
@@ -32,10 +34,14 @@ func fallback(names *[]string, as *map[string]string) word {
 		case len(added) != 1:
 			return several
 		}
+		to := added[0]
+		if first, twice := (*as)[to]; twice && first != name {
+			return fmt.Errorf("fallback %s: as is set twice, to %s (%s) and to %s: leave one of them out, at %s", to, first, places[to], name, at)
+		}
 		if *as == nil {
 			*as = map[string]string{}
 		}
-		(*as)[added[0]] = name
+		(*as)[to], places[to] = name, at
 		return nil
 	}
 }

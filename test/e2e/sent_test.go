@@ -104,3 +104,21 @@ func TestN5_NamesAndAliasesMayHoldSpaces(t *testing.T) {
 	rec.next(t)
 	require.Contains(t, string(s.get("/v1/models").body), `"Llama 3.2 (small)"`)
 }
+
+func TestN4_TwoNamesForOneFallbackAreAnErrorThatNamesBothPlaces(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{
+		Global:    "consumer hosted {\ncloud\nupstream 127.0.0.1:9\n}",
+		Consumers: []consumer{{Options: modelserver.Options{Name: "llama", VRAM: gib(4)}, Lines: "alias gpt"}},
+		Routes:    "handle /fixed {\ngpu_broker llama {\nheartbeat 1s\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
+	})
+	twice := "fallback hosted {\nas x\n}\nfallback hosted {\nas y\n}"
+	for _, line := range []string{"alias gpt\n", "heartbeat 1s\n"} { // of the consumer, and of the route
+		a := s.reload(func(c string) string { return strings.Replace(c, line, line+twice+"\n", 1) })
+		require.Equal(t, 400, a.status)
+		require.Regexp(t, `fallback hosted: as is set twice, to x \(Caddyfile:\d+\) and to y: leave one of them out, at Caddyfile:\d+`, string(a.body))
+	}
+	require.Equal(t, 200, s.reload(func(c string) string {
+		return strings.Replace(c, "alias gpt\n", "alias gpt\nfallback hosted\nfallback hosted {\nas x\n}\n", 1)
+	}).status)
+}
