@@ -153,7 +153,7 @@ func (j *job) request(r *http.Request) broker.Request {
 	req := broker.Request{Consumer: t.name, Model: j.model, Priority: t.priority, Budget: time.Duration(h.Budget), KeepAlive: time.Duration(h.KeepAlive),
 		PinPrimary: h.PinPrimary, Submitted: j.submitted, Client: h.client(r, j.repl)}
 	if req.Turn = j.turn; j.submitted.IsZero() && !j.turn { // once it was admitted, its consumer is fixed
-		req.Candidates = t.candidates
+		req.Candidates = h.mayServe(r, t.candidates)
 	}
 	if h.priorityText != "" {
 		if n, err := strconv.Atoi(strings.TrimSpace(j.repl.ReplaceAll(h.priorityText, ""))); err == nil {
@@ -173,6 +173,18 @@ func (j *job) request(r *http.Request) broker.Request {
 		req.StayWarm, req.Cooldown = atMost(f.StayWarm, h.KeepAliveMax), atMost(f.Cooldown, h.CooldownMax)
 	}
 	return req
+}
+
+// mayServe is a ladder without the fallbacks that refuse such a request themselves.
+func (h *Handler) mayServe(r *http.Request, ladder []string) []string {
+	if len(ladder) == 0 {
+		return nil
+	}
+	blocks := func(name string) bool { return name != ladder[0] && h.targets[name].Blocks(r) }
+	if !slices.ContainsFunc(ladder, blocks) {
+		return ladder
+	}
+	return slices.DeleteFunc(slices.Clone(ladder), blocks)
 }
 
 // atMost clamps d to a bound; 0: there is none.

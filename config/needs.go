@@ -87,6 +87,9 @@ func (r *Routes) Needs(req *http.Request) Need {
 	}
 }
 
+// Blocks reports whether requests such as this one are refused.
+func (r *Routes) Blocks(req *http.Request) bool { return r.Asks(req, r.blocked) }
+
 // Computes reports whether a list says that a request needs the GPU.
 func (r *Routes) Computes(req *http.Request) bool { return r.Asks(req, r.gpu) }
 

@@ -179,6 +179,16 @@ func (s *site) fallbackTold(from, to string, times int) {
 	})
 }
 
+func TestN4_WhatAFallbackBlocksDoesNotReachIt(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Global: "probe_interval 1m", Consumers: []consumer{plainModel("large", 9, "fallback small"), plainModel("small", 4, "blocked POST /secret*"), plainModel("other", 9)}})
+	s.outgrown()
+	s.servedBy("small", "/large/synthesize")
+	require.Equal(t, "large", s.post("/large/secret/x", "hello").header.Get("X-GPU-Broker-Consumer"))
+	require.Zero(t, s.servers["small"].Stats().Requests["/secret/x"])
+	require.Equal(t, 403, s.post("/small/secret/x", "hello").status)
+}
+
 // The three ways to the upstream lead to who was chosen.
 func TestAFallbackIsReachedInEveryWayToTheUpstream(t *testing.T) {
 	t.Parallel()
