@@ -112,6 +112,29 @@ func (j *job) translate(r *http.Request, computes bool) {
 	}
 }
 
+// maxNamedBody is the most that is read of a body for the name of a model alone, in bytes.
+const maxNamedBody = 64 << 10
+
+// looksForName reports whether a request that needs no GPU, of a route with one consumer, is read for the name of a model.
+func (h *Handler) looksForName(t *target, r *http.Request) bool {
+	return h.plan != nil && h.fixed == t && !h.StreamBody && 0 < r.ContentLength && r.ContentLength <= maxNamedBody && hasBody(r) && t.NamesModel(r)
+}
+
+// readName reads which model a request names that needs no GPU, so that translate can put the name in its place by which the server knows it.
+func (j *job) readName(r *http.Request) error {
+	h := j.handler
+	if j.body != nil || !h.looksForName(j.target, r) {
+		return nil
+	}
+	if err := j.readAhead(r); err != nil || h.byModel == nil {
+		return err
+	}
+	if name, err := h.byModel.sources.Find(r, j.facts); err == nil { // else its server refuses it
+		_, _ = j.mayName(r, name)
+	}
+	return nil
+}
+
 // sendAs is the name that the server of j's target gets for the one by which the client asked: a model's own for its alias, and the
 // first alias of a consumer that serves as a fallback, unless the client's name is one of that consumer's; the configuration can say otherwise.
 // Empty: the client's.

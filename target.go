@@ -121,8 +121,11 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 	case need == config.NeedsTouch:
 		h.pool.broker.Touch(t.name)
 	}
+	err := j.readName(r)
+	if err != nil {
+		return j.fail(w, r, err)
+	}
 	j.translate(r, false)
-	var err error
 	if isPreflight(r) {
 		err = j.passPreflight(w, r, next)
 	} else {

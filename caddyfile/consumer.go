@@ -97,6 +97,7 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 
 		"stops_when_left":   single(s, &c.StopsWhenLeft, config.Off, oneOf("stops_when_left setting", config.Switches)),
 		"free_routes":       patterns(&c.FreeRoutes),
+		"named_routes":      patterns(&c.NamedRoutes),
 		"unlisted_requests": single(s, &c.UnlistedRequests, config.UnlistedGPU, oneOf("unlisted_requests", config.UnlistedWords)),
 		"path_match":        checkedList(&c.PathMatch, "RULE ...", pathRule),
 

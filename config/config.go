@@ -230,6 +230,9 @@ type Consumer struct {
 	Bypass []string `json:"bypass,omitempty"`
 	// Requests that need no GPU unless gpu_routes names them, in the same form: a preset's own list, such as an upload of a model's files.
 	FreeRoutes []string `json:"free_routes,omitempty"`
+	// Requests that need no GPU and whose JSON body names a model, in the same form: a preset's own list, such as `POST /api/show`. There, too, the
+	// server gets the name that it knows in place of an alias. Bodies of at most 64 KiB are read for that, larger ones pass as they come.
+	NamedRoutes []string `json:"named_routes,omitempty"`
 	// What requests need that no list names: `gpu`, all but GET, HEAD and OPTIONS need the GPU, and so does each WebSocket,
 	// or `free`, they are passed on at once, but those that `gpu` would hold back only while the server is loaded. Default: `free` if gpu_routes names any, else all need it.
 	UnlistedRequests string `json:"unlisted_requests,omitempty"`

@@ -30,9 +30,9 @@ func (n Need) String() string {
 
 // Routes are the lists of routes of one consumer, ready to be matched. Matching is safe for concurrent use.
 type Routes struct {
-	paths                                           PathMatch
-	gpu, bypass, free, touch, blocked, start, async RoutePatterns
-	unlisted                                        string // UnlistedGPU, UnlistedFree; empty: every request needs the GPU that no list names
+	paths                                                  PathMatch
+	gpu, bypass, free, named, touch, blocked, start, async RoutePatterns
+	unlisted                                               string // UnlistedGPU, UnlistedFree; empty: every request needs the GPU that no list names
 }
 
 // NewRoutes returns the Routes of a consumer, with what a site's route adds to bypass and touch. Its error holds all faults.
@@ -46,7 +46,7 @@ func NewRoutes(c *Consumer, bypass, touch []string) (*Routes, error) {
 	for _, p := range []struct {
 		into  *RoutePatterns
 		texts []string
-	}{{&r.gpu, c.GPURoutes}, {&r.free, c.FreeRoutes}, {&r.bypass, slices.Concat(c.Bypass, bypass)}, {&r.touch, slices.Concat(c.Touch, touch)},
+	}{{&r.gpu, c.GPURoutes}, {&r.free, c.FreeRoutes}, {&r.named, c.NamedRoutes}, {&r.bypass, slices.Concat(c.Bypass, bypass)}, {&r.touch, slices.Concat(c.Touch, touch)},
 		{&r.async, c.AsyncRoutes}, {&r.start, c.StartOn}, {&r.blocked, c.Blocked}} {
 		if *p.into, err = r.paths.Patterns(p.texts); err != nil {
 			faults = append(faults, err)
@@ -103,6 +103,11 @@ func (r *Routes) Asks(req *http.Request, routes RoutePatterns) bool {
 // for a route that needs the GPU and that the list does not name.
 func (r *Routes) reaches(path *RequestPath, list RoutePatterns) bool {
 	return r.gpu.BySuffix(path, func(route *RequestPath) bool { return !list.All(route) })
+}
+
+// NamesModel reports whether the body of a request that needs no GPU names a model.
+func (r *Routes) NamesModel(req *http.Request) bool {
+	return len(r.named) > 0 && r.Asks(req, r.named)
 }
 
 // Starts reports whether a request that needs no GPU is to start a server that is stopped.

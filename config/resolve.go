@@ -148,7 +148,7 @@ func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) (known
 	for _, list := range []struct {
 		field    string
 		patterns []string
-	}{{"gpu_routes", c.GPURoutes}, {"free_routes", c.FreeRoutes}, {"bypass", c.Bypass}, {"touch", c.Touch}, {"async_routes", c.AsyncRoutes}, {"start_on", c.StartOn}, {"blocked", c.Blocked}} {
+	}{{"gpu_routes", c.GPURoutes}, {"free_routes", c.FreeRoutes}, {"named_routes", c.NamedRoutes}, {"bypass", c.Bypass}, {"touch", c.Touch}, {"async_routes", c.AsyncRoutes}, {"start_on", c.StartOn}, {"blocked", c.Blocked}} {
 		for _, text := range list.patterns {
 			if _, err := ParseRoutePattern(text); err != nil {
 				f.add(who, "%s: %w", list.field, err)

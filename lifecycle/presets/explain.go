@@ -72,6 +72,7 @@ func (p *Preset) Explain() ([]Row, error) {
 	add("names its model in", quotedList(from))
 	add("needs the GPU", quotedList(c.GPURoutes))
 	add("needs no GPU", quotedList(c.FreeRoutes))
+	add("names a model there", quotedList(c.NamedRoutes))
 	add("counts as use", quotedList(c.Touch))
 	for _, u := range c.UnloadRequests {
 		text := "`" + u.Route + "` with `" + u.Zero + "` 0"
