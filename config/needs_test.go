@@ -59,6 +59,8 @@ func TestK2_WhatNoListNamesTakesATurnWhereRequestsCompute(t *testing.T) {
 		{"GET", "/v1/realtime", []string{"Connection: upgrade", "Upgrade: WebSocket"}, NeedsTurn},
 		{"GET", "/v1/realtime", []string{"Upgrade: websocket"}, NeedsNothing}, // no server upgrades that
 		{"GET", "/v1/models", []string{"Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c"}, NeedsNothing},
+		{"GET", "/v1/realtime", []string{"Connection: Upgrade", "Upgrade: websocket", "Upgrade: h2c"}, NeedsTurn}, // a proxy passes the first on
+		{"GET", "/v1/realtime", []string{"Connection: Upgrade", "Upgrade: h2c, websocket"}, NeedsTurn},
 		{"CONNECT", "/v1/realtime", nil, NeedsTurn},
 		{"CONNECT", "/ws", nil, NeedsNothing},
 		{"GET", "/ws", websocket, NeedsNothing},

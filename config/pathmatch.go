@@ -193,7 +193,7 @@ func IsTunnel(r *http.Request) bool {
 	for _, value := range r.Header["Connection"] {
 		for token := range strings.SplitSeq(value, ",") {
 			if strings.EqualFold(strings.TrimSpace(token), "upgrade") {
-				return !slices.ContainsFunc(r.Header["Upgrade"], func(v string) bool { return strings.EqualFold(strings.TrimSpace(v), "h2c") })
+				return slices.ContainsFunc(r.Header["Upgrade"], func(v string) bool { return !strings.EqualFold(strings.TrimSpace(v), "h2c") })
 			}
 		}
 	}

@@ -204,17 +204,19 @@ func TestH8_HEADOfAGPURouteCountsAsGET(t *testing.T) {
 func TestK2_AWebSocketThatNoListNamesTakesATurn(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{Consumers: []consumer{mvoice(), engine(modelserver.VLLM, "")}})
-	s.serve("mvoice")
-	busy, end := s.works("mvoice")
-	done := make(chan string, 1)
-	go func() {
-		done <- s.raw("GET /vllm/v1/of-tomorrow HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive, Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n")
-	}()
-	s.queued(1)
-	require.Empty(t, done)
-	end()
-	require.Equal(t, 200, s.await(busy).status)
-	s.until("it has had its turn", func() bool { return s.status().Scheduler.QueueDepth == 0 })
+	for _, upgrade := range []string{"Upgrade: websocket", "Upgrade: websocket\r\nUpgrade: h2c"} {
+		s.serve("mvoice")
+		busy, end := s.works("mvoice")
+		done := make(chan string, 1)
+		go func() {
+			done <- s.raw("GET /vllm/v1/of-tomorrow HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive, Upgrade\r\n" + upgrade + "\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n")
+		}()
+		s.queued(1)
+		require.Empty(t, done)
+		end()
+		require.Equal(t, 200, s.await(busy).status)
+		s.until("it has had its turn", func() bool { return s.status().Scheduler.QueueDepth == 0 })
+	}
 }
 
 func TestH3_WhatLooksLikeAListOfModelsAndComputesTakesATurn(t *testing.T) {
