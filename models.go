@@ -180,11 +180,12 @@ func (j *job) find(r *http.Request) (*target, error) {
 	case routing.IsList(r) && (h.fixed == nil || !h.fixed.Computes(r)):
 		return nil, nil
 	case m.none != nil:
+		j.askedOf = m.none.name
 		return m.none, nil
 	case m.only == nil && routing.IsShortList(r):
 		return nil, nil
 	case m.only != nil && len(m.only.Models) == 1:
-		j.model = m.only.Models[0].Name
+		j.model, j.askedOf = m.only.Models[0].Name, h.fixed.name
 		return h.fixed, nil
 	case cheap || r.Method == http.MethodGet || m.bypass.Match(r.Method, r.URL.Path):
 		return nil, &failure{status: http.StatusNotFound, code: string(scheduler.UnknownConsumer),

@@ -70,7 +70,8 @@ func (s *sent) renames() bool {
 }
 
 // translate puts the name that the server knows in place of the one by which the client asked, and, where the request
-// computes, changes the fields of its body that the model's configuration changes. Nothing else of the request changes. It does so once.
+// computes, changes the fields of its body that the model's configuration changes. A fallback gets a name also where the client gave
+// none. Nothing else of the request changes. It does so once.
 func (j *job) translate(r *http.Request, computes bool) {
 	if j.translated {
 		return
@@ -87,7 +88,11 @@ func (j *job) translate(r *http.Request, computes bool) {
 	if m := t.sent.byModel[j.model]; m != nil && computes {
 		change = m.change
 	}
-	if asked == "" && change == nil {
+	missing := ""
+	if asked == "" && sources != nil && j.askedOf != "" && j.askedOf != t.name {
+		missing = j.sendAs("")
+	}
+	if asked == "" && change == nil && missing == "" {
 		return
 	}
 	j.translated = true
@@ -105,6 +110,9 @@ func (j *job) translate(r *http.Request, computes bool) {
 	}
 	if !slices.Contains(j.facts.Names, asked) {
 		name = ""
+	}
+	if missing != "" && len(sources.Fields()) > 0 {
+		change = change.WithName(missing)
 	}
 	if name != "" || change != nil {
 		j.body.Change(h.plan, name, change)

@@ -12,6 +12,7 @@ type Change struct {
 	Set     []Field  // top-level fields of JSON that get this value, whatever the client sent
 	Default []Field  // … that get it if the client sent none, or null
 	Strip   []string // … that are taken out
+	Missing string   // the name of a model that comes into the plan's first field where a JSON object or a form names none
 	// FoldKeys: the server takes a field in any case, so Set, Default and Strip mean it in any case.
 	FoldKeys bool
 }
@@ -20,6 +21,16 @@ type Change struct {
 type Field struct {
 	Name  string
 	Value string // as JSON
+}
+
+// WithName returns a Change as c with a name for bodies that hold none. c may be nil.
+func (c *Change) WithName(name string) *Change {
+	var out Change
+	if c != nil {
+		out = *c
+	}
+	out.Missing = name
+	return &out
 }
 
 // Fields are the names of all fields that c changes, for NewPlan.
@@ -49,13 +60,20 @@ type seen struct {
 	// Of the object at the top of JSON.
 	inside int64 // just past its brace; 0: there is no such object
 	last   int64 // the end of its last member; 0: it has none
+
+	// Of multipart with a part.
+	boundary, newline string
+	first             int64 // where the first boundary's line begins
 }
+
+// bare is the kind of a form's field without an equals sign.
+const bare = '='
 
 // place is where a value stands.
 type place struct {
 	do       int   // what the plan says of the field
 	folded   bool  // its key is the plan's in another case
-	kind     byte  // of JSON: the first character of the value
+	kind     byte  // of JSON: the first character of the value; of a form: bare, or nothing
 	from, to int64 // the value
 
 	// Of a JSON member.
@@ -73,18 +91,44 @@ func (y *Body) Change(p *Plan, name string, c *Change) {
 		return
 	}
 	y.edits = y.edits[:0]
-	switch {
-	case y.seen.as == asJSON && y.seen.inside > 0:
-		y.changeJSON(p, name, c)
-	case name == "":
-	case y.seen.as == asForm:
-		name = url.QueryEscape(name)
-		fallthrough
-	case y.seen.as == asMultipart:
-		for i := range y.seen.places {
-			if at := &y.seen.places[i]; at.to > at.from {
-				y.edits = append(y.edits, edit{at.from, at.to, name})
-			}
+	missing := ""
+	if c != nil {
+		missing = c.Missing
+	}
+	switch y.seen.as {
+	case asJSON:
+		if y.seen.inside > 0 {
+			y.changeJSON(p, name, c)
+		}
+	case asForm:
+		y.changeForm(url.QueryEscape(name), url.QueryEscape(missing))
+		if missing != "" && len(y.seen.places) == 0 {
+			y.edits = append(y.edits, edit{text: url.QueryEscape(p.fields[0]) + "=" + url.QueryEscape(missing) + "&"})
+		}
+	case asMultipart:
+		y.changeForm(name, missing)
+		if nl := y.seen.newline; missing != "" && len(y.seen.places) == 0 && nl != "" {
+			y.edits = append(y.edits, edit{y.seen.first, y.seen.first,
+				"--" + y.seen.boundary + nl + `Content-Disposition: form-data; name="` + partName.Replace(p.fields[0]) + `"` + nl + nl + missing + nl})
+		}
+	}
+}
+
+// partName escapes the name of a part as browsers do.
+var partName = strings.NewReplacer(`\`, `\\`, `"`, `\"`)
+
+// changeForm makes the edits of a form's fields: name takes the place of names, and missing that of empty ones. Empty: they stay.
+func (y *Body) changeForm(name, missing string) {
+	for i := range y.seen.places {
+		at, text := &y.seen.places[i], name
+		if at.to == at.from {
+			text = missing
+		}
+		if text != "" && at.kind == bare {
+			text = "=" + text
+		}
+		if text != "" {
+			y.edits = append(y.edits, edit{at.from, at.to, text})
 		}
 	}
 }
@@ -144,6 +188,9 @@ func (p *Plan) mark(at *place, c *Change) string {
 	return p.marks[at.do>>markShift]
 }
 
+// isFirst reports whether a place is the plan's first field that names a model.
+func isFirst(at *place) bool { return at.do&isField != 0 && at.do&(isField-1) == 0 && !at.folded }
+
 // goes reports whether a member is taken out.
 func (p *Plan) goes(at *place, c *Change) bool {
 	if at.do&takeOut != 0 && !at.folded {
@@ -156,10 +203,16 @@ func (p *Plan) goes(at *place, c *Change) bool {
 // becomes is the text that takes the place of a value; empty: it stays.
 func (p *Plan) becomes(at *place, name string, c *Change) string {
 	if at.do&isField != 0 {
-		if name == "" || at.kind != '"' || at.to-at.from == int64(len(`""`)) {
+		switch {
+		case at.kind == 'n', at.kind == '"' && at.to-at.from == int64(len(`""`)):
+			if c != nil && isFirst(at) {
+				return quoted(c.Missing)
+			}
 			return ""
+		case at.kind == '"':
+			return name
 		}
-		return name
+		return ""
 	}
 	mark := p.mark(at, c)
 	if mark == "" {
@@ -180,6 +233,9 @@ func (p *Plan) added(places []place, c *Change) string {
 		return ""
 	}
 	var text strings.Builder
+	if c.Missing != "" && !slices.ContainsFunc(places, func(at place) bool { return isFirst(&at) }) {
+		text.WriteString("," + quoted(p.fields[0]) + ":" + quoted(c.Missing))
+	}
 	for _, list := range [][]Field{c.Set, c.Default} {
 		for _, f := range list {
 			if p.names[f.Name]&isField == 0 && !slices.ContainsFunc(places, func(at place) bool { return p.mark(&at, c) == f.Name }) {

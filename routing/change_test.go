@@ -2,6 +2,8 @@ package routing
 
 import (
 	"io"
+	"mime"
+	"mime/multipart"
 	"net/http/httptest"
 	"strings"
 	"testing"
@@ -51,6 +53,43 @@ func TestN3_TheNameIsReplacedAndEveryOtherByteStays(t *testing.T) {
 	body, kind = parts(t, "file!", large, "model", "gpt", "z", large)
 	require.True(t, strings.Replace(body, "gpt", "a longer name", 1) == changed(t, p, kind, body, "a longer name", nil))
 	require.Equal(t, body, changed(t, p, kind, body, "", nil))
+}
+
+func TestN3_ANameComesWhereThereIsNone(t *testing.T) {
+	p := plan(t, []string{"model", "model_id"}, []string{"x_mine"}, false)
+	p.Fold()
+	c := (*Change)(nil).WithName(`a "b"`)
+	for body, want := range map[string]string{
+		`{}`:                               `{"model":"a \"b\""}`,
+		`{ "a" : 1 }`:                      `{ "a" : 1,"model":"a \"b\"" }`,
+		`{"x_mine":1}`:                     `{"model":"a \"b\""}`,
+		`{"a":1,"x_priority":2}`:           `{"a":1,"model":"a \"b\""}`,
+		`{"model":"","a":1}`:               `{"model":"a \"b\"","a":1}`,
+		`{"model":null}`:                   `{"model":"a \"b\""}`,
+		`{"model":"given"}`:                `{"model":"given"}`,
+		`{"Model":"","model_id":null}`:     `{"Model":"","model_id":null,"model":"a \"b\""}`,
+		`{"messages":[{"model":"given"}]}`: `{"messages":[{"model":"given"}],"model":"a \"b\""}`,
+		`[]`:                               `[]`,
+	} {
+		require.Equal(t, want, changed(t, p, jsonType, body, "", c), body)
+	}
+	for body, want := range map[string]string{"a=1": "model=a+%22b%22&a=1", "a=1&model=": "a=1&model=a+%22b%22", "model=given": "model=given", "model&a=1": "model=a+%22b%22&a=1"} {
+		require.Equal(t, want, changed(t, p, formType, body, "", c), body)
+	}
+
+	body, kind := parts(t, "language", "en", "file!", "model\r\ngpt\r\n")
+	_, params, err := mime.ParseMediaType(kind)
+	require.NoError(t, err)
+	got := changed(t, p, kind, body, "", c)
+	require.Equal(t, "--"+params["boundary"]+"\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\na \"b\"\r\n"+body, got)
+	form, err := multipart.NewReader(strings.NewReader(got), params["boundary"]).ReadForm(1 << 20)
+	require.NoError(t, err)
+	require.Equal(t, map[string][]string{"model": {`a "b"`}, "language": {"en"}}, form.Value)
+	require.Len(t, form.File["file"], 1)
+	body, kind = parts(t, "model", "", "file!", "x")
+	require.Equal(t, strings.Replace(body, "\"model\"\r\n\r\n", "\"model\"\r\n\r\na \"b\"", 1), changed(t, p, kind, body, "", c))
+	body, kind = parts(t, "model", "given", "file!", "x")
+	require.Equal(t, body, changed(t, p, kind, body, "", c))
 }
 
 func TestN3_FieldsAreSetDefaultedAndStripped(t *testing.T) {

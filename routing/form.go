@@ -86,6 +86,9 @@ func (y *Body) readMultipart(more func() ([]byte, error), boundary string, field
 	}
 	m := multipartReader{lines: lines{in: in}, delimiter: []byte("--" + boundary)}
 	final, err := m.begin()
+	if err == nil && !final {
+		y.seen.boundary, y.seen.newline, y.seen.first = boundary, m.newline, m.at
+	}
 	seen := make([]bool, len(fields))
 	for err == nil && !final {
 		var field int
@@ -275,7 +278,7 @@ func (f *form) add(c byte) {
 func (f *form) pair(y *Body) error {
 	at := place{do: isField, from: f.from, to: f.at}
 	if !f.inValue {
-		at.from = f.at
+		at.from, at.kind = f.at, bare
 	}
 	key, value, longKey, long := f.key, f.value, f.longKey, f.long
 	f.key, f.value, f.inValue, f.longKey, f.long = f.key[:0], f.value[:0], false, false, false

@@ -122,3 +122,44 @@ func TestN4_TwoNamesForOneFallbackAreAnErrorThatNamesBothPlaces(t *testing.T) {
 		return strings.Replace(c, "alias gpt\n", "alias gpt\nfallback hosted\nfallback hosted {\nas x\n}\n", 1)
 	}).status)
 }
+
+// A server with one model serves requests that name none. A service elsewhere, which has many, would refuse them.
+func TestN3_AFallbackGetsANameThoughTheClientGaveNone(t *testing.T) {
+	t.Parallel()
+	cloud := newRecorder(t)
+	const proxy = "\nreverse_proxy {http.gpu_broker.upstream}\n}\n"
+	s := start(t, layout{
+		Total:  "12GiB",
+		Global: "consumer hosted {\ncloud\nupstream " + cloud.addr + "\nalias gpt-4o\n}",
+		Consumers: []consumer{
+			{Options: modelserver.Options{Name: "llama", VRAM: gib(10)}, Lines: "fallback hosted {\nas gpt-4o-mini\n}"},
+			shelf("ollama", modelserver.Ollama, "fallback hosted\nmodel one {\nvram 10GiB\n}", map[string]float64{"one": 10}),
+			plainModel("plain", 10, "fallback hosted"),
+			plainModel("sdxl", 10),
+		},
+		Routes: "handle /default/* {\ngpu_broker {\nmodel_from body\ndefault llama\n}" + proxy +
+			"handle /only/* {\nuri strip_prefix /only\ngpu_broker ollama" + proxy +
+			"handle /untold/* {\ngpu_broker plain" + proxy +
+			"handle {\ngpu_broker llama" + proxy,
+	})
+	json := func(path, body string) string {
+		t.Helper()
+		s.askJSON(path, body).servedBy(t, "hosted")
+		got := cloud.next(t)
+		require.EqualValues(t, len(got.body), got.length)
+		return string(got.body)
+	}
+	s.serve("sdxl")
+	for path, want := range map[string]string{"/default/chat": "gpt-4o-mini", "/fixed/chat": "gpt-4o-mini", "/only/v1/chat/completions": "gpt-4o"} {
+		require.Equal(t, `{"a":1,"model":"`+want+`"}`, json(path, `{"a":1}`), path)
+	}
+	require.Equal(t, `{"a":1}`, json("/untold/chat", `{"a":1}`), "whose names nobody has told")
+	body, kind := speech(t, 2<<20, "")
+	s.sending("POST", "/default/audio", http.Header{"Content-Type": {kind}}, body).servedBy(t, "hosted")
+	require.True(t, bytes.Equal(bytes.Replace(body, []byte("name=\"model\"\r\n\r\n"), []byte("name=\"model\"\r\n\r\ngpt-4o-mini"), 1), cloud.next(t).body))
+
+	s.doByHand("consumers/sdxl/unload")
+	home := s.askJSON("/default/echo", `{"a":1}`)
+	home.servedBy(t, "llama")
+	require.Equal(t, `{"a":1}`, string(home.body), "at home nothing is added")
+}
