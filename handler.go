@@ -189,7 +189,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	switch {
 	case (need == config.NeedsGPU || need == config.NeedsTurn) && h.byModel != nil:
 		return h.serveByModel(w, r, next, repl)
-	case need == config.NeedsNothing && !t.starts && !isPreflight(r) && !h.looksForName(t, r):
+	case need == config.NeedsNothing && !t.starts && !isPreflight(r) && !h.looksForName(t, r) && !h.asksForList(r):
 		return h.blameSite(w, r, repl, t, next.ServeHTTP(w, r))
 	}
 	j := jobs.Get().(*job)

@@ -117,6 +117,11 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 		if t.Starts(r) {
 			return j.serve(w, r, next)
 		}
+		if h.asksForList(r) { // its first request starts it
+			if body, _ := h.byModel.answerList(r, h); body != nil {
+				return j.answerOwn(w, r, body)
+			}
+		}
 		return j.fail(w, r, notRunning(t.name))
 	case need == config.NeedsTouch:
 		h.pool.broker.Touch(t.name)
@@ -126,9 +131,12 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 		return j.fail(w, r, err)
 	}
 	j.translate(r, false)
-	if isPreflight(r) {
+	switch {
+	case isPreflight(r):
 		err = j.passPreflight(w, r, next)
-	} else {
+	case h.asksForList(r):
+		err = j.passList(w, r, next)
+	default:
 		err = next.ServeHTTP(w, r)
 	}
 	if !refusedDial(err) {

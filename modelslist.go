@@ -1,0 +1,133 @@
+package gpubroker
+
+import (
+	"mime"
+	"net/http"
+	"slices"
+	"strconv"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/routing"
+)
+
+// asksForList reports whether a request asks for a list of models, or for one of a list, on a route with one consumer that has several.
+func (h *Handler) asksForList(r *http.Request) bool {
+	return h.fixed != nil && h.byModel != nil && (routing.IsList(r) || routing.IsShortList(r))
+}
+
+// passList passes a request for a list of models to the server, and changes the list that comes back to what the route serves: with the
+// aliases of the models that are in it, and without those that are unlisted, or that the route refuses.
+func (j *job) passList(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+	if r.Method != http.MethodGet {
+		return next.ServeHTTP(w, r)
+	}
+	if body := j.ownEntry(r); body != nil {
+		return j.answerOwn(w, r, body)
+	}
+	l := &listWriter{ResponseWriter: w}
+	err := next.ServeHTTP(l, identity(r))
+	if !l.held {
+		return err
+	}
+	body := l.body
+	if err == nil { // else it is not whole
+		body = routing.AmendList(l.body, j.handler.shows, j.handler.aliasesOf)
+		w.Header().Del("Etag") // it is that of the server's list
+		w.Header().Set("Content-Length", strconv.Itoa(len(body)))
+	}
+	w.WriteHeader(l.status)
+	if _, failed := w.Write(body); err == nil {
+		err = failed
+	}
+	return err
+}
+
+// ownEntry is the entry of a model that is asked for by a name of the configuration's that its server does not know; nil: there is none.
+func (j *job) ownEntry(r *http.Request) []byte {
+	m := j.handler.byModel
+	body, name := m.lists.Answer(r)
+	who, ok := m.names.Lookup(name)
+	if name == "" || !ok || j.handler.app.modelNames[who.Consumer].Same(name, who.Model) {
+		return nil
+	}
+	return body
+}
+
+// shows reports whether a list shows a model of the server's on a route with one consumer.
+func (h *Handler) shows(name string) bool {
+	c := h.byModel.only
+	if who, ok := h.byModel.names.Lookup(name); ok {
+		return !c.IsUnlisted(who.Model)
+	}
+	if c.Unlisted {
+		return false
+	}
+	if c.VRAM > 0 && !c.LeavesToDouble(name, h.app.modelNames[c.Name].Same) {
+		return true
+	}
+	holder, _ := h.pool.broker.Holder(c.Name, name)
+	return holder != ""
+}
+
+// aliasesOf are the aliases of a model of the server's on a route with one consumer; patterns are not among them.
+func (h *Handler) aliasesOf(name string) []string {
+	c := h.byModel.only
+	i := slices.IndexFunc(c.Models, func(m *config.Model) bool { return h.app.modelNames[c.Name].Same(m.Name, name) })
+	if i < 0 {
+		return nil
+	}
+	return plainNames(c.Models[i].Alias)
+}
+
+// listWriter holds a list of models back, if it is one that can be changed. What is not, or is too large, it passes on as it comes.
+type listWriter struct {
+	http.ResponseWriter
+	status int
+	held   bool
+	body   []byte
+}
+
+// WriteHeader holds back the header of what may be a list.
+func (l *listWriter) WriteHeader(status int) {
+	if l.status != 0 || status < 200 {
+		l.ResponseWriter.WriteHeader(status)
+		return
+	}
+	l.status = status
+	kind, _, _ := mime.ParseMediaType(l.Header().Get("Content-Type"))
+	coding := l.Header().Get("Content-Encoding")
+	if l.held = status == http.StatusOK && kind == "application/json" && (coding == "" || coding == "identity"); !l.held {
+		l.ResponseWriter.WriteHeader(status)
+	}
+}
+
+// Write holds back what may be a list.
+func (l *listWriter) Write(p []byte) (int, error) {
+	if l.status == 0 {
+		l.WriteHeader(http.StatusOK)
+	}
+	switch {
+	case !l.held:
+		return l.ResponseWriter.Write(p)
+	case len(l.body)+len(p) <= routing.MaxServerList:
+		l.body = append(l.body, p...)
+		return len(p), nil
+	}
+	l.held = false
+	l.ResponseWriter.WriteHeader(l.status)
+	if _, err := l.ResponseWriter.Write(l.body); err != nil {
+		return 0, err
+	}
+	l.body = nil
+	return l.ResponseWriter.Write(p)
+}
+
+// FlushError sends what was written, unless it is held back.
+func (l *listWriter) FlushError() error {
+	if l.held || l.status == 0 {
+		return nil
+	}
+	return http.NewResponseController(l.ResponseWriter).Flush()
+}
