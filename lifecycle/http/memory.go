@@ -5,6 +5,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 
 	"go.uber.org/zap"
@@ -13,11 +14,11 @@ import (
 )
 
 // memory is what a server that can't tell was asked last: whether it has been
-// unloaded. A file holds it over a restart of Caddy. Its zero value remembers nothing.
+// unloaded. A file holds it over a restart of Caddy, but not of the machine. Its zero value remembers nothing.
 type memory struct {
 	mu   sync.Mutex
 	path string // empty: there is no file
-	of   string // the server's address, which is what the file says: a consumer may get another
+	of   string // the server's address, with which the file begins: a consumer may get another
 	gone bool
 	log  *zap.Logger
 }
@@ -29,8 +30,18 @@ func (m *memory) open(deps lifecycle.Deps) {
 		return
 	}
 	m.path = filepath.Join(deps.Dir, deps.Consumer+".unloaded")
-	of, err := os.ReadFile(m.path)
-	m.gone = err == nil && string(of) == m.of
+	text, err := os.ReadFile(m.path)
+	of, boot, _ := strings.Cut(string(text), "\n")
+	m.gone = err == nil && of == m.of && (boot == "" || boot == bootID())
+}
+
+// bootID tells one run of the machine from another, in which the server has started anew; empty where it is not known.
+func bootID() string {
+	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(id))
 }
 
 func (m *memory) unloaded() bool {
@@ -49,7 +60,7 @@ func (m *memory) note() {
 	}
 	err := os.MkdirAll(filepath.Dir(m.path), 0o700)
 	if err == nil {
-		err = os.WriteFile(m.path, []byte(m.of), 0o600)
+		err = os.WriteFile(m.path, []byte(m.of+"\n"+bootID()), 0o600)
 	}
 	if err != nil {
 		m.log.Warn("after a restart it will not be known that the server is unloaded", zap.Error(err))

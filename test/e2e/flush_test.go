@@ -3,6 +3,9 @@ package e2e
 import (
 	"encoding/json"
 	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -127,4 +130,38 @@ func TestK0_ARefusalNamesTheServerThatDoesNotUnload(t *testing.T) {
 	require.Equal(t, 503, a.status)
 	require.Contains(t, string(a.body), "the server of lazy may hold some of that, and does not unload: ")
 	require.Contains(t, string(a.body), "ALLOW_DEV_UNLOAD")
+}
+
+// What a server was asked before the machine was started anew says nothing of the one that runs now: it has loaded at its start.
+func TestK0_AServerThatWasUnloadedBeforeTheMachineWentDownIsServedAfterwards(t *testing.T) {
+	t.Parallel()
+	for preset, work := range map[string][2]string{"a1111": {"/sdapi/v1/txt2img", `{"prompt":"a boat"}`}, "sglang": {"/v1/chat/completions", `{"messages":[]}`}} {
+		t.Run(preset, func(t *testing.T) {
+			t.Parallel()
+			s := start(t, layout{Global: "outsider_wait 2s", Consumers: []consumer{{
+				Options: modelserver.Options{Name: "one", Manner: modelserver.Manner(preset), VRAM: gib(9), LoadTime: 10 * time.Millisecond, Preloaded: true},
+				Lines:   "lifecycle_by_hand\npreset " + preset + "\nvram 9GiB",
+			}}})
+			s.waitState("one", "READY")
+			require.Equal(t, 200, s.post("/one"+work[0], work[1]).status)
+			s.doByHand("consumers/one/unload")
+			s.waitState("one", "IDLE")
+			require.NoError(t, s.cmd.Process.Kill())
+			_ = s.cmd.Wait()
+			files, err := filepath.Glob(filepath.Join(s.dir, "data", "caddy", "gpu_broker", "*", "*.unloaded"))
+			require.NoError(t, err)
+			require.Len(t, files, 1)
+			text, err := os.ReadFile(files[0])
+			require.NoError(t, err)
+			address, boot, _ := strings.Cut(string(text), "\n")
+			require.NotEmpty(t, boot)
+			require.NoError(t, os.WriteFile(files[0], []byte(address+"\nof another start"), 0o600))
+			require.NoError(t, s.servers["one"].Restart())
+			s.startAgain()
+			s.waitState("one", "READY")
+			a := s.post("/one"+work[0], work[1])
+			require.Equal(t, 200, a.status, "%s", a.body)
+			s.noOOM()
+		})
+	}
 }
