@@ -1,11 +1,13 @@
 package clients
 
 import (
+	"bufio"
 	"bytes"
 	"encoding/json"
 	"fmt"
 	"maps"
 	"net/http"
+	"net/textproto"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -100,7 +102,7 @@ func TestE5_OllamasClientGetsEachModelByTheNameThatItsServerKnows(t *testing.T) 
 type reply struct {
 	status  int
 	version string // of HTTP
-	header  map[string][]string
+	header  http.Header
 	body    string
 }
 
@@ -113,39 +115,51 @@ func (s *named) curl(path string, args ...string) reply {
 }
 
 func (s *named) tryCurl(path string, args ...string) (r reply, err error) {
-	cmd := exec.CommandContext(s.t.Context(), "curl", append([]string{"-sS", "--max-time", "60", "--cacert", caddytest.CAFile(s.Dir), s.url + path,
-		"-w", "%{stderr}{\"status\":%{response_code},\"version\":\"%{http_version}\",\"header\":%{header_json}}"}, args...)...)
+	headers := filepath.Join(s.t.TempDir(), "headers")
+	cmd := exec.CommandContext(s.t.Context(), "curl", append([]string{"-sS", "--max-time", "60", "--cacert", caddytest.CAFile(s.Dir),
+		s.url + path, "-D", headers, "-w", "%{stderr}%{http_code} %{http_version}"}, args...)...)
 	var said bytes.Buffer
 	cmd.Stderr = &said
 	out, err := cmd.Output()
+	if err == nil {
+		_, err = fmt.Sscan(said.String(), &r.status, &r.version)
+	}
+	if err == nil {
+		r.header, err = lastHeader(headers)
+	}
 	if err != nil {
 		return r, fmt.Errorf("curl %s %q: %w\n%s", path, args, err, said.String())
 	}
-	var doc struct {
-		Status  int
-		Version string
-		Header  map[string][]string
+	r.body = string(out)
+	return r, nil
+}
+
+// lastHeader reads the header of an answer, before which others may stand, such as that of a 100 Continue.
+func lastHeader(file string) (http.Header, error) {
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return nil, err
 	}
-	if err := json.Unmarshal(said.Bytes(), &doc); err != nil {
-		return r, fmt.Errorf("curl %s %q: %w\n%s", path, args, err, said.String())
-	}
-	return reply{doc.Status, doc.Version, doc.Header, string(out)}, nil
+	all := strings.Split(strings.TrimSuffix(string(text), "\r\n\r\n"), "\r\n\r\n")
+	_, lines, _ := strings.Cut(all[len(all)-1], "\r\n")
+	h, err := textproto.NewReader(bufio.NewReader(strings.NewReader(lines + "\r\n\r\n"))).ReadMIMEHeader()
+	return http.Header(h), err
 }
 
 // came requires that a consumer has served, by its own word and by the broker's.
 func (r reply) came(t *testing.T, consumer string) reply {
 	t.Helper()
 	require.Equal(t, http.StatusOK, r.status, r.body)
-	require.Equal(t, []string{consumer}, r.header["x-gpu-broker-consumer"], r.body)
-	require.Equal(t, []string{consumer}, r.header["x-modelserver"], r.body)
-	require.Len(t, r.header["server-timing"], 1)
+	require.Equal(t, []string{consumer}, r.header["X-Gpu-Broker-Consumer"], r.body)
+	require.Equal(t, []string{consumer}, r.header["X-Modelserver"], r.body)
+	require.Len(t, r.header["Server-Timing"], 1)
 	return r
 }
 
 // model is the model that a whole answer names.
 func (r reply) model(t *testing.T) string {
 	t.Helper()
-	require.Equal(t, []string{fmt.Sprint(len(r.body))}, r.header["content-length"])
+	require.Equal(t, []string{fmt.Sprint(len(r.body))}, r.header["Content-Length"])
 	return r.doc(t)["model"].(string)
 }
 
@@ -158,7 +172,7 @@ func (r reply) doc(t *testing.T) (doc map[string]any) {
 // streamed are the models and the text of a stream of chat completions.
 func (r reply) streamed(t *testing.T) (models []string, text string) {
 	t.Helper()
-	require.Equal(t, []string{"text/event-stream"}, r.header["content-type"])
+	require.Equal(t, []string{"text/event-stream"}, r.header["Content-Type"])
 	seen := map[string]bool{}
 	events := strings.Split(strings.TrimSuffix(r.body, "\n\n"), "\n\n")
 	require.Equal(t, "data: [DONE]", events[len(events)-1])
