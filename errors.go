@@ -129,6 +129,9 @@ func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 	if r.Context().Err() != nil && j.stalled == "" { // HTTP/1 takes an upload that we cut for a client that left
 		metrics.errors.WithLabelValues(j.target.name, codeLeft).Inc()
 		j.leaves(codeLeft)
+		if j.target.name != "" {
+			logFields(r, zap.String("gpu_consumer", j.target.name))
+		}
 		w.WriteHeader(statusClientLeft)
 		return nil
 	}

@@ -74,6 +74,9 @@ func (j *job) acquire(r *http.Request) error {
 	j.enters(req.Priority)
 	lease, err := h.pool.broker.Acquire(r.Context(), req)
 	if err != nil {
+		if lease.Consumer != "" { // it left while it waited, perhaps for a fallback
+			j.servedBy(lease.Consumer)
+		}
 		return err
 	}
 	j.admitted(lease)

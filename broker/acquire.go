@@ -58,7 +58,8 @@ type Refused struct {
 func (r *Refused) Error() string { return r.Message }
 
 // Acquire waits for a place and returns a lease on it, or an error: *Refused,
-// or the context's own if the client left. Nothing is held after an error.
+// or the context's own if the client left. Nothing is held after an error; of a client that left the lease names the consumer that
+// it waited for.
 func (b *Broker) Acquire(ctx context.Context, r Request) (Lease, error) {
 	lease, w, err := b.submit(r)
 	if err != nil || w == nil {
@@ -101,7 +102,7 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 	case scheduler.Refuse:
 		refusal := effects[0].Refusal
 		b.act(now, effects, wake)
-		return Lease{}, nil, b.refusedAtOnce(now, r.Consumer, refusal)
+		return Lease{}, nil, b.refusedAtOnce(now, c.name, refusal)
 	}
 	w = &waiter{ready: make(chan struct{}), consumer: c, slot: sl, since: r.Submitted}
 	b.waiters[lease.job] = w
@@ -153,7 +154,7 @@ func (b *Broker) await(ctx context.Context, lease Lease, w *waiter) (Lease, erro
 		delete(b.waiters, lease.job)
 		b.mu.Unlock()
 		b.step(scheduler.Cancel{Job: lease.job}) // a place that was granted meanwhile goes back with it
-		return Lease{}, context.Cause(ctx)
+		return Lease{Consumer: lease.Consumer}, context.Cause(ctx)
 	}
 	if w.refusal != nil {
 		return Lease{}, &Refused{Refusal: *w.refusal, Consumer: lease.Consumer}

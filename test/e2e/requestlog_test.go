@@ -163,3 +163,80 @@ func TestRequestsOfServersThatCannotBeReachedAreLoggedOnce(t *testing.T) {
 	require.Equal(t, "unhealthy", got[2]["code"])
 	require.Empty(t, got[2]["service_seconds"])
 }
+
+// N4: the model is the primary's, the consumer that served another.
+func TestN4_TheLogsNameWhoServedAfterAFallback(t *testing.T) {
+	t.Parallel()
+	up := newSky(t, false)
+	fallback := plainModel("small", 4)
+	fallback.Lines = "alias gpt-4o"
+	s := start(t, layout{
+		Global: "request_log {env.HOME}/requests.csv\nconsumer sky {\ncloud\nupstream " + up.addr() + "\n}",
+		Consumers: []consumer{
+			shelf("ollama", modelserver.Ollama, "fallback sky\nmodel llama3.1:8b {\nvram 9GiB\nalias gpt-4o-mini\n}", map[string]float64{"llama3.1:8b": 9}),
+			plainModel("large", 9, "fallback small"), fallback, plainModel("other", 9),
+		},
+		Routes: "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
+	})
+	ask := func(model, want string) {
+		t.Helper()
+		a := s.askJSON("/all/v1/chat/completions", `{"model":"`+model+`","messages":[{"role":"user","content":"a"}]}`)
+		require.Equal(t, want, a.header.Get("X-Gpu-Broker-Consumer"), "%s", a.body)
+	}
+	ask("gpt-4o-mini", "ollama")
+	s.serve("small")
+	s.serve("other") // llama3.1:8b makes way
+	ask("gpt-4o-mini", "sky")
+	ask("large", "small")
+	s.serve("large")
+	ask("other", "other")
+	var consumers []string
+	for _, line := range s.waitRequests("requests.csv", 7) {
+		consumers = append(consumers, line["consumer"])
+	}
+	require.Equal(t, []string{"ollama/llama3.1:8b", "small", "other", "sky", "small", "small", "other"}, consumers)
+	s.fallbackTold("ollama", "sky", 1)
+	s.fallbackTold("large", "small", 2)
+
+	// The log can be replayed by the configuration that wrote it.
+	text, err := os.ReadFile(filepath.Join(s.dir, "requests.csv"))
+	require.NoError(t, err)
+	known := map[string]bool{"ollama/llama3.1:8b": true, "small": true, "other": true, "sky": true}
+	replay, _, err := simulate.ReadTrace(strings.NewReader(string(text)), "requests.csv", func(name string) (string, int, error) {
+		require.True(t, known[name], name)
+		return name, 100, nil
+	})
+	require.NoError(t, err)
+	require.Len(t, replay, 7)
+}
+
+// N4: who left while he waited for a fallback waited for the fallback.
+func TestN4_TheLogsNameTheFallbackThatWasWaitedFor(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{
+		Global:    "request_log {env.HOME}/requests.csv\nmax_queue 1",
+		Consumers: []consumer{plainModel("large", 9, "fallback small"), plainModel("small", 4), plainModel("other", 9)},
+		Routes:    "log {\noutput file {env.XDG_DATA_HOME}/access.log\n}",
+	})
+	s.serve("small")
+	s.serve("other")
+	_, end := s.works("small")
+	ctx, leave := context.WithCancel(t.Context())
+	defer leave()
+	left := s.goCtx(ctx, "POST", "/large/synthesize?left", "x")
+	s.waitQueued("small", 1)
+	full := s.post("/large/synthesize?full", "x")
+	require.Equal(t, 503, full.status)
+	require.Equal(t, "small", s.refusal(full).Consumer)
+	leave()
+	require.Error(t, s.await(left).err)
+	for i, code := range []string{"queue_full", "client_left"} {
+		got := s.waitRequests("requests.csv", 4)[2+i]
+		require.Equal(t, "small", got["consumer"])
+		require.Equal(t, code, got["code"])
+		require.Equal(t, "small", s.logged("/large/synthesize?"+[]string{"full", "left"}[i]).Consumer)
+	}
+	require.EqualValues(t, 1, s.metric(`errors_total{code="queue_full",consumer="small"}`))
+	s.fallbackTold("large", "small", 2)
+	end()
+}
