@@ -68,9 +68,9 @@ type like struct {
 // maxPatterns bounds the patterns of one route: each is tried for a name that nobody has.
 const maxPatterns = 256
 
-// title names c in errors.
-func (c *Named) title() string {
-	return faultlines.Title(Found{c.Consumer, c.Model}.String(), c.At)
+// title names n in errors.
+func (n *Named) title() string {
+	return faultlines.Title(Found{n.Consumer, n.Model}.String(), n.At)
 }
 
 // ambiguous is the error for a name that stands for two consumers.

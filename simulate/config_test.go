@@ -97,3 +97,18 @@ func TestAWorldNeedsGPUsForItsConsumers(t *testing.T) {
 	_, err = FromConfig(b, Assumptions{})
 	assert.ErrorContains(t, err, "the configuration says gpu auto, which does not tell how much memory there is: give --gpu 24GiB")
 }
+
+func TestN3_ANameInATraceMayBeOneThatAPatternStandsFor(t *testing.T) {
+	find := Names(&config.Broker{Consumers: []*config.Consumer{
+		{Name: "ollama", Models: []*config.Model{{Name: "llama", Alias: []string{"claude-*"}}, {Name: "qwen", Alias: []string{"claude-3*"}}}},
+		{Name: "hosted", Alias: []string{"*-mini", "claude-2"}},
+	}})
+	for name, want := range map[string]string{"claude-1": "ollama/llama", "claude-3-mini": "ollama/qwen", "gpt-mini": "hosted", "claude-2": "hosted"} {
+		consumer, _, err := find(name)
+		require.NoError(t, err)
+		assert.Equal(t, want, consumer, name)
+	}
+	_, _, err := find("gpt-4")
+	require.Error(t, err)
+	assert.NotContains(t, err.Error(), "*")
+}
