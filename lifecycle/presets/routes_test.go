@@ -83,6 +83,27 @@ func TestK2_EveryRouteOfGradioThatRunsAFunctionNeedsTheGPU(t *testing.T) {
 	}
 }
 
+func TestK2_RoutesOfUIsThatRunModelsNeedTheGPUAndThoseThatEndThemAreRefused(t *testing.T) {
+	for name, c := range map[string]struct{ computes, blocked []string }{
+		"a1111": {computes: []string{"/sdapi/v1/train/embedding", "/sdapi/v1/train/hypernetwork", "/sdapi/v1/create/embedding"}},
+		"sdnext": {
+			computes: []string{"/sdapi/v1/video", "/sdapi/v1/caption", "/sdapi/v1/openclip", "/sdapi/v1/tagger", "/sdapi/v1/vqa", "/sdapi/v1/rembg", "/sdapi/v1/nudenet", "/sdapi/v1/image-guard", "/sdapi/v1/mask"},
+			blocked:  []string{"/sdapi/v1/shutdown", "/sdapi/v1/restart", "/sdapi/v1/restart/"},
+		},
+		"invokeai": {computes: []string{"/api/v1/utilities/expand-prompt", "/api/v1/utilities/image-to-prompt"}},
+	} {
+		consumer, _ := read(t, name)
+		routes, err := config.NewRoutes(&consumer, nil, nil)
+		require.NoError(t, err)
+		for _, path := range c.computes {
+			assert.Equal(t, config.NeedsGPU, routes.Needs(request(t, http.MethodPost, path)), "%s: %s", name, path)
+		}
+		for _, path := range c.blocked {
+			assert.Equal(t, config.NeedsLeave, routes.Needs(request(t, http.MethodPost, path)), "%s: %s", name, path)
+		}
+	}
+}
+
 // Express, which takes paths in any case and with a slash at the end, answers for LM Studio.
 func TestH3_LMStudiosRoutesAreMatchedAsExpressMatchesThem(t *testing.T) {
 	consumer, _ := read(t, "lmstudio")
