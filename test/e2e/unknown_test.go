@@ -74,12 +74,21 @@ func TestN5_UnknownNamesGoToTheDefaultsFallbackAndNotPastWhatServersList(t *test
 	taken := s.decisions("fallback")
 	require.Len(t, taken, 1)
 	require.Equal(t, "llama hosted", taken[0].Consumer+" "+taken[0].Target)
+}
 
-	// While a server with models auto is silent, a name may be one of its models.
-	s.servers["ollama"].Kill()
-	s.until("its list is out of date", func() bool {
-		return s.askJSON("/v1/chat/completions", `{"model":"gpt-9","b":2}`).status == 503
+// Its list is not known, so any name may be one of its models.
+func TestN5_AnUnknownNameWaitsForASilentServerWithModelsAuto(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{
+		Consumers: []consumer{
+			{Options: modelserver.Options{Name: "llama", VRAM: gib(4)}},
+			shelf("ollama", modelserver.Ollama, "vram 11GiB\nmodels auto", map[string]float64{"qwen:7b": 11}),
+		},
+		Routes: "handle {\ngpu_broker {\nmodel_from body\ndefault llama any\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
 	})
+	s.servers["ollama"].Kill()
+	s.askJSON("/v1/chat/completions", `{"model":"gpt-9"}`).refused(t, 503, "unhealthy")
+	s.askJSON("/v1/chat/completions", `{"a":1}`).servedBy(t, "llama")
 }
 
 func TestN5_ADefaultForUnknownNamesIsCheckedWhenTheSiteIsLoaded(t *testing.T) {
