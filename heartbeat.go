@@ -175,8 +175,7 @@ func (h *heart) comment() {
 		h.ResponseWriter.WriteHeader(http.StatusOK)
 	}
 	if h.write([]byte(line)) != nil {
-		h.stopped = true // the client has left, which the request's context tells
-		return
+		return // the client has left, which the request's context tells
 	}
 	h.timer.Reset(h.every)
 }

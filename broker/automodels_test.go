@@ -3,6 +3,7 @@ package broker
 import (
 	"context"
 	"errors"
+	"strconv"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -112,4 +113,26 @@ func TestModelsAutoNeedsACatalog(t *testing.T) {
 	require.ErrorContains(t, checkTraits(&config.Broker{}, cc, traits), "has no catalog")
 	traits.Catalog = true
 	require.NoError(t, checkTraits(&config.Broker{}, cc, traits))
+}
+
+// What its clients ask for may be anything: what is known of missing models is bounded, and the oldest goes first.
+func TestWhatAServerDoesNotHaveIsRememberedForAWhileWithinBounds(t *testing.T) {
+	c := &consumer{}
+	at := time.Now()
+	name := func(i int) string { return "m" + strconv.Itoa(i) }
+	for i := range maxMissing {
+		c.miss(at.Add(time.Duration(i)*time.Millisecond), name(i))
+	}
+	later := at.Add(time.Second)
+	require.Len(t, c.catalog.missing, maxMissing)
+	require.True(t, c.misses(later, name(0)), "none goes before there are too many")
+	c.miss(later, name(1)) // one that is known takes nobody's place
+	require.True(t, c.misses(later, name(0)))
+	c.miss(later, name(maxMissing))
+	require.Len(t, c.catalog.missing, maxMissing)
+	require.False(t, c.misses(later, name(0)), "the oldest has gone")
+	require.True(t, c.misses(later, name(1)))
+	require.True(t, c.misses(later, name(maxMissing)))
+	require.True(t, c.misses(later.Add(missingFor-1), name(1)))
+	require.False(t, c.misses(later.Add(missingFor), name(1)))
 }

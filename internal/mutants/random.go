@@ -187,11 +187,11 @@ func tryOne(root, dir string, t tried) (outcome, string) {
 	if err != nil {
 		return undone, err.Error()
 	}
-	if _, err := output(root, "go", "build", "-overlay", overlay, "-o", os.DevNull, m.pkg()); err != nil {
-		return noCompile, ""
-	}
 	tests := filepath.Join(dir, "tests")
 	if out, err := output(root, "go", "test", "-c", "-vet=off", "-ldflags=-s -w", "-overlay", overlay, "-o", tests, m.pkg()); err != nil {
+		if _, err := output(root, "go", "build", "-overlay", overlay, "-o", os.DevNull, m.pkg()); err != nil {
+			return noCompile, ""
+		}
 		return undone, out
 	}
 	by, err := test(root, tests, m, quick...)

@@ -234,4 +234,10 @@ func TestRequireFullGPUNeedsARouteThatTells(t *testing.T) {
 	require.ErrorContains(t, err, "residency: full sizes without sizes")
 	_, err = provision(t, `{"residency":{"path":"/ps","names":"$.m[*].n","sizes_mib":"$.g","full_sizes_mib":"$.a","full_sizes_bytes":"$.a"}}`)
 	require.ErrorContains(t, err, "full_sizes_mib and full_sizes_bytes are both given")
+	_, err = provision(t, `{"residency":{"path":"/ps","names":"$.m[*].n","sizes_mib":"$.g","sizes_bytes":"$.g"}}`)
+	require.ErrorContains(t, err, "residency: sizes_mib and sizes_bytes are both given: keep one")
+	for _, one := range []string{"sizes_mib", "sizes_bytes"} {
+		_, err = provision(t, `{"residency":{"path":"/ps","names":"$.m[*].n","`+one+`":"$.m[*].g"}}`)
+		require.NoError(t, err, one)
+	}
 }
