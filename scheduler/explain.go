@@ -156,6 +156,15 @@ func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 		out.Reason = fmt.Sprintf("it needs %s, %s is available, and its own server may hold the rest: %s", out.Need, out.Avail, then)
 		return
 	}
+	if s.spent(t) {
+		out.Reason = fmt.Sprintf("it needs %s, %s is available, and unloads did not bring the memory back", out.Need, out.Avail)
+		if until := t.want.blocked.Add(s.cfg.OutsiderWait); s.unflushed(now, t) != nil || !t.want.blocked.IsZero() && now.Before(until) {
+			out.Reason += ": it waits for what servers were asked to give back"
+			return
+		}
+		out.Outcome, out.Code = "refused", VRAMExhausted
+		return
+	}
 	if plan := s.choose(t, s.permitsNow(now, t)); plan != nil {
 		out.Victims = slotNames(plan)
 		out.Outcome, out.Reason = "evicts", fmt.Sprintf("it needs %s, %s is available: %s would make way at once", out.Need, out.Avail, names(plan))

@@ -107,6 +107,36 @@ func TestExplainSaysWhyARequestWouldBeRefused(t *testing.T) {
 	require.Equal(t, Draining, f.explained("v", 100, "refused", "it is drained").Code)
 }
 
+func TestExplainKnowsThatUnloadsDidNotHelp(t *testing.T) {
+	cfg := defaults()
+	cfg.MaxEvictions = 1
+	cfg.Slots = []SlotConfig{server("v1", 5000), server("v2", 5000), server("v3", 5000), server("t", 5000), lazyServer("w", 1000)}
+	f := givenConfig(t, cfg, 16384)
+	for _, v := range cfg.Slots[:4] {
+		f.probe(v.Name, No)
+	}
+	f.probe("w", NotTold)
+	for _, v := range []string{"v1", "v2", "v3"} {
+		f.warm(v, 5000)
+	}
+	f.advance(time.Minute)
+	h := f.submit("t")
+	for _, v := range []string{"v1", "v2"} { // both keep what they hold
+		f.requireState(v, Stopping)
+		f.unloaded(v)
+		for f.slot(v).State == Stopping {
+			f.look(time.Second)
+		}
+	}
+	f.unloaded("w") // it is asked, too, and held nothing
+	f.look(time.Second)
+	f.requireWaiting(h)
+	f.explained("t", 100, "waits", "unloads did not bring the memory back")
+	f.requireState("v3", Ready)
+	f.submit("t")
+	f.requireState("v3", Ready)
+}
+
 func TestExplainKnowsTheCapOfTheQueue(t *testing.T) {
 	f := given(t, 16384, lazyServer("v", 10000), lazyServer("free", 4000, lockNone))
 	f.warm("v", 10000)

@@ -256,7 +256,7 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 	if s.freesItself(now, t) {
 		return false
 	}
-	if n := len(t.want.tries); n > 0 && n >= t.want.planned+s.cfg.MaxEvictions { // more unloads would not help either
+	if s.spent(t) {
 		t.why = "waits for memory that unloads did not bring back"
 		if s.settleForLess(t) {
 			return true
@@ -282,6 +282,12 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 		return true
 	}
 	return s.wait(now, t)
+}
+
+// spent reports whether so many unloads have not brought the memory back that more would not help either.
+func (s *State) spent(t *slot) bool {
+	n := len(t.want.tries)
+	return n > 0 && n >= t.want.planned+s.cfg.MaxEvictions
 }
 
 // abandonedFor says whether the load of o is to be broken off for t: nobody
