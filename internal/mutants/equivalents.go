@@ -10,6 +10,7 @@ var equivalent = map[string]string{
 	`routing/values.go: number: return 0, false, bad("field %q must be a number", field) => return 0, true, bad("field %q must be a number", field)`:                                                                                                 withError,
 	`routing/values.go: integer: return 0, false, err => return 0, true, err`:                                                                                                                                                                        withError,
 	`routing/values.go: integer: return 0, false, bad("field %q must be a whole number", field) => return 0, true, bad("field %q must be a whole number", field)`:                                                                                    withError,
+	`lifecycle/process/output.go: add: return -1 // what would move the cursor of who reads it => return -2 // what would move the cursor of who reads it`:                                                                                           "strings.Map drops a character for any negative value",
 }
 
 const withError = "Peek drops all facts of a body that has an error"
