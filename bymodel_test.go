@@ -114,7 +114,7 @@ func TestARouteWithADefaultTakesRequestsThatNameNoModel(t *testing.T) {
 	serve := func(body string) (int, string) {
 		w, r := post("POST", "/v1/chat/completions", body)
 		served := ""
-		require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
+		require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) error {
 			served, _ = r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer).GetString("http.gpu_broker.consumer")
 			return nil
 		})))
