@@ -291,6 +291,21 @@ func handleNamed(b *testing.B) {
 
 func BenchmarkHandlerByModel(b *testing.B) { handleNamed(b) }
 
+func TestARouteThatContradictsItselfIsNotTaken(t *testing.T) {
+	_, ctx := newApp(t, map[string]any{"name": "a", "upstream": "127.0.0.1:1", "vram": "1GiB"}, map[string]any{"name": "b", "upstream": "127.0.0.1:2", "vram": "1GiB"})
+	for want, route := range map[string]gpucaddyfile.Route{
+		"fallback names a, the consumer itself": {Consumer: "a", Fallback: []string{"a"}},
+		"there is no model_from":                {Default: "a"},
+		"max_body is -1 bytes":                  {Consumer: "a", MaxBody: -1},
+		"did you mean":                          {Consumer: "a", Fallback: []string{"bb"}},
+	} {
+		route.Source = "Caddyfile:7"
+		err := (&Handler{Route: route}).Provision(ctx)
+		require.ErrorContains(t, err, want)
+		require.ErrorContains(t, err, "Caddyfile:7", "where it stands")
+	}
+}
+
 // The model's name is in a header, and yet its server gets another body than the client sends.
 func TestARouteThatMustChangeBodiesCannotStreamThem(t *testing.T) {
 	for _, change := range []map[string]any{{"set": map[string]any{"a": 1}}, {"default": map[string]any{"a": 1}}, {"strip": []string{"a"}}, nil} {

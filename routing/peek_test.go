@@ -153,6 +153,8 @@ func TestMalformedJSONIsAnErrorThatNamesThePlace(t *testing.T) {
 		`{model:"a"}`:              "at byte 1",
 		`{'model':'a'}`:            "at byte 1",
 		`{"model"}`:                "at byte 8",
+		"{\"mo\x01del\":1}":        "at byte 4 is '\\x01', where no control character should be",
+		`{"mod`:                    "it ends at byte 5, where a quote should be",
 		`{"model":}`:               "at byte 9",
 		`{"a":[1,2,],"model":"a"}`: "at byte 10",
 		`{"a":[1 2]}`:              "at byte 8",

@@ -35,6 +35,19 @@ func outgrown(t *testing.T, how func(f *fixture)) *fixture {
 	return f
 }
 
+// A server's word is about all of its GPUs together.
+func TestWhatAServerReportsIsSharedAmongItsGPUs(t *testing.T) {
+	cfg := defaults()
+	cfg.Slots = []SlotConfig{server("both", 4000, on(0, 1))}
+	f := givenConfig(t, cfg, 16384, 16384)
+	f.probe("both", Yes)
+	f.step(Probed{Slot: "both", Sent: f.now, Outcome: ProbeAnswered, Loaded: Yes, Resident: 9000 * gpu.MiB})
+	for i, h := range f.slot("both").Holds {
+		require.Equal(t, 4500*gpu.MiB, h.Booking, "GPU %d", i)
+	}
+	require.Equal(t, 9000*gpu.MiB, f.slot("both").Measured)
+}
+
 func TestK9_TheNextClaimIsWhatWasSeenLately(t *testing.T) {
 	for name, how := range map[string]func(f *fixture){
 		"in the free memory": func(*fixture) {},

@@ -50,6 +50,22 @@ func TestWhatWasLearntComesBackAfterARestart(t *testing.T) {
 	require.Equal(t, defaultSwitch, f.slot("b").Switch)
 }
 
+func TestACostThatWasNotLearntIsNotNothing(t *testing.T) {
+	f := restarted(t, map[string]Learnt{"a": {LoadCost: 12 * time.Second}, "b": {UnloadCost: 3 * time.Second}}, server("a", 9000), server("b", 9000))
+	f.probe("a", No)
+	f.probe("b", No)
+	require.Equal(t, defaultSwitch, f.slot("b").Switch, "its load was never seen")
+	f.warm("a", 9000)
+	f.advance(time.Minute)
+	f.submit("b")
+	f.advance(8 * time.Second)
+	f.evicted("a", 9000)
+	require.Equal(t, 8*time.Second, f.s.Learnt()["a"].UnloadCost, "it is the first that was seen")
+	f.advance(20 * time.Second)
+	f.loaded("b")
+	require.Equal(t, 20*time.Second, f.s.Learnt()["b"].LoadCost)
+}
+
 func TestTheLeastRecentlyUsedFromBeforeARestartGoesFirst(t *testing.T) {
 	long := time.Unix(1_900_000, 0)
 	f := restarted(t, map[string]Learnt{
