@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -78,8 +79,8 @@ func names(c *config.Consumer, compare lifecycle.Names) (all []routing.Named, sh
 	list := func(n routing.Named, size gpu.Bytes, unlisted bool, names ...string) {
 		n.Consumer, n.Hidden = c.Name, !c.IsEnabled() || unlisted
 		all = append(all, n)
-		for _, name := range append(names, n.Aliases...) {
-			if _, pattern := config.ParseNamePattern(name); !pattern && c.IsEnabled() {
+		for _, name := range append(names, plainNames(n.Aliases)...) {
+			if c.IsEnabled() {
 				shown = append(shown, routing.Listed{Name: name, Size: int64(size), Since: began, Unlisted: unlisted})
 			}
 		}
@@ -249,7 +250,7 @@ func (j *job) named(r *http.Request, name string) (*target, error) {
 		case matches:
 			return j.means(name, like), nil
 		case offer.Known == lifecycle.No: // to ask for it would unload others for nothing
-			return nil, m.missing(name, offer.Listed)
+			return nil, m.missing(name, slices.DeleteFunc(offer.Listed, func(other string) bool { return !h.shows(other) }))
 		}
 		if j.turn = offer.Elsewhere; j.turn {
 			return h.fixed, nil

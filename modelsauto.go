@@ -22,7 +22,9 @@ func (j *job) automatic(r *http.Request, name string, sure bool) (t *target, lis
 		case lifecycle.Yes:
 			return j.takes(name, h.targets[consumer], offer.As, ""), nil, nil
 		case lifecycle.No:
-			listed = append(listed, offer.Listed...)
+			if !h.app.consumer(consumer).Unlisted {
+				listed = append(listed, offer.Listed...)
+			}
 		case lifecycle.Unknown:
 			if offer.Elsewhere {
 				elsewhere = cmp.Or(elsewhere, consumer)

@@ -20,31 +20,34 @@ func (h *Handler) asksForList(r *http.Request) bool {
 // passList passes a request for a list of models to the server, and changes the list that comes back to what the route serves: with the
 // aliases of the models that are in it, and without those that are unlisted, or that the route refuses.
 func (j *job) passList(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
-	if r.Method != http.MethodGet {
-		return next.ServeHTTP(w, r)
-	}
 	if body := j.ownEntry(r); body != nil {
 		return j.answerOwn(w, r, body)
 	}
-	l := &listWriter{ResponseWriter: w}
-	err := next.ServeHTTP(l, identity(r))
-	if !l.held {
-		return err
+	l := &listWriter{ResponseWriter: w, head: r.Method == http.MethodHead}
+	if err := next.ServeHTTP(l, whole(r)); err != nil || !l.held {
+		return err // of a list that is held nothing has been sent
 	}
-	body := l.body
-	if err == nil { // else it is not whole
-		body = routing.AmendList(l.body, j.handler.shows, j.handler.aliasesOf)
-		w.Header().Del("Etag") // it is that of the server's list
-		w.Header().Set("Content-Length", strconv.Itoa(len(body)))
-	}
+	body := routing.AmendList(l.body, j.handler.shows, j.handler.aliasesOf)
+	w.Header().Set("Content-Length", strconv.Itoa(len(body)))
 	w.WriteHeader(l.status)
-	if _, failed := w.Write(body); err == nil {
-		err = failed
-	}
+	_, err := w.Write(body)
 	return err
 }
 
-// ownEntry is the entry of a model that is asked for by a name of the configuration's that its server does not know; nil: there is none.
+// whole is r without what asks for a part of the answer, for one only if it has changed, or for one that is encoded.
+func whole(r *http.Request) *http.Request {
+	plain := r.WithContext(r.Context())
+	plain.Header = r.Header.Clone()
+	for _, name := range []string{"Range", "If-Range", "If-None-Match", "If-Modified-Since"} {
+		plain.Header.Del(name)
+	}
+	return identity(plain)
+}
+
+// ofTheServers are the headers that are true of the server's own list only.
+var ofTheServers = []string{"Content-Length", "Etag", "Last-Modified", "Accept-Ranges", "Content-Md5", "Digest", "Content-Digest", "Repr-Digest"}
+
+// ownEntry is the entry of a model that is asked for by a configured name that its server does not know; nil: there is none.
 func (j *job) ownEntry(r *http.Request) []byte {
 	m := j.handler.byModel
 	body, name := m.lists.Answer(r)
@@ -84,6 +87,7 @@ func (h *Handler) aliasesOf(name string) []string {
 // listWriter holds a list of models back, if it is one that can be changed. What is not, or is too large, it passes on as it comes.
 type listWriter struct {
 	http.ResponseWriter
+	head   bool // no body follows
 	status int
 	held   bool
 	body   []byte
@@ -91,6 +95,9 @@ type listWriter struct {
 
 // WriteHeader holds back the header of what may be a list.
 func (l *listWriter) WriteHeader(status int) {
+	if l.held {
+		return // it is settled
+	}
 	if l.status != 0 || status < 200 {
 		l.ResponseWriter.WriteHeader(status)
 		return
@@ -98,7 +105,13 @@ func (l *listWriter) WriteHeader(status int) {
 	l.status = status
 	kind, _, _ := mime.ParseMediaType(l.Header().Get("Content-Type"))
 	coding := l.Header().Get("Content-Encoding")
-	if l.held = status == http.StatusOK && kind == "application/json" && (coding == "" || coding == "identity"); !l.held {
+	list := status == http.StatusOK && kind == "application/json" && (coding == "" || coding == "identity")
+	if list {
+		for _, name := range ofTheServers {
+			l.Header().Del(name)
+		}
+	}
+	if l.held = list && !l.head; !l.held {
 		l.ResponseWriter.WriteHeader(status)
 	}
 }

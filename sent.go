@@ -134,7 +134,11 @@ func (j *job) readName(r *http.Request) error {
 	if j.body != nil || !h.looksForName(j.target, r) {
 		return nil
 	}
-	if err := j.readAhead(r); err != nil || h.byModel == nil {
+	switch err := j.readAhead(r); {
+	case err != nil && j.body != nil && r.Context().Err() == nil: // it is there, and its server may make more of it
+		j.body.Rewind(r)
+		return nil
+	case err != nil || h.byModel == nil:
 		return err
 	}
 	if name, err := h.byModel.sources.Find(r, j.facts); err == nil { // else its server refuses it

@@ -58,8 +58,8 @@ type Refused struct {
 func (r *Refused) Error() string { return r.Message }
 
 // Acquire waits for a place and returns a lease on it, or an error: *Refused,
-// or the context's own if the client left. Nothing is held after an error; of a client that left the lease names the consumer that
-// it waited for.
+// or the context's own if the client left. Nothing is held after an error. If the client left, the lease
+// names the consumer that it waited for.
 func (b *Broker) Acquire(ctx context.Context, r Request) (Lease, error) {
 	lease, w, err := b.submit(r)
 	if err != nil || w == nil {

@@ -103,6 +103,13 @@ func TestWhatAServerListedIsKnownWhileItIsDown(t *testing.T) {
 		pass(catalogRest)
 		require.Equal(t, m.lists, w.Catalog(t.Context(), "m"))
 		require.Equal(t, lifecycle.No, offers("y").Known)
+
+		w.mu.Lock() // x was deleted since, and a load has just shown it
+		w.consumers["m"].miss(time.Now(), "x")
+		w.mu.Unlock()
+		require.Equal(t, lifecycle.No, offers("x").Known, "the list is older")
+		pass(missingFor)
+		require.Equal(t, lifecycle.Yes, offers("x").Known, "it is asked anew")
 	})
 }
 

@@ -180,6 +180,7 @@ func (c *consumer) miss(now time.Time, model string) {
 		c.catalog.missing = missing
 	}
 	key := c.traits.Names.Key(model)
+	delete(c.catalog.byKey, key) // its last list is out of date
 	if _, known := missing[key]; !known && len(missing) >= maxMissing {
 		first := ""
 		for other, until := range missing {

@@ -137,8 +137,7 @@ type Consumer struct {
 	Name string `json:"name"`
 	// Other names by which requests may ask for it, such as `qwen2.5:7b`.
 	Alias []string `json:"alias,omitempty"`
-	// Whether its names, and those of its models, stay out of the lists of models that the broker answers. It serves those who ask for it all
-	// the same. Default: false.
+	// Whether its names, and those of its models, stay out of lists of models. It serves those who ask for it all the same. Default: false.
 	Unlisted bool `json:"unlisted,omitempty"`
 	// The model's name that its server gets, in place of the one that the client sent: for a server that knows one name only. `client`: always the
 	// client's. Default: the client's, and where it serves as another consumer's fallback on a route with model_from, its first alias. For consumers without models.
@@ -277,7 +276,8 @@ type Model struct {
 	Name string `json:"name"`
 	// Other names by which requests may ask for it. The server gets the model's own name instead.
 	Alias []string `json:"alias,omitempty"`
-	// Whether its names stay out of the lists of models that the broker answers. It serves those who ask for it all the same. Default: the consumer's.
+	// Whether its names stay out of lists of models. It serves those who ask for it all the same. Default: false; it is so, too, where the
+	// whole consumer is unlisted.
 	Unlisted bool `json:"unlisted,omitempty"`
 	// The name that the server gets in place of the one that the client sent. `client`: the client's own. Default: the model's name.
 	SendAs string `json:"send_as,omitempty"`

@@ -28,7 +28,7 @@ func (p NamePattern) Compare(other NamePattern) int {
 	return cmp.Or(len(other.Before)-len(p.Before), len(other.After)-len(p.After))
 }
 
-// checkPattern returns an error if the alias is no name and no pattern.
+// checkPattern returns an error if the alias is neither a name nor a valid pattern.
 func checkPattern(alias string) error {
 	switch strings.Count(alias, "*") {
 	case 0:

@@ -14,7 +14,7 @@ var listNames = []string{"id", "name", "model"}
 
 // AmendList changes a server's own list of models, in OpenAI's or Ollama's form, to what a route serves. shown reports whether the route
 // shows a model of this name; aliases are the further names by which it shows that model, each as an entry like the model's own. It returns
-// body itself if there is nothing to change, or if that is no such list. An entry that stays is unchanged, byte by byte.
+// body itself if there is nothing to change, or if that is no such list. An entry that stays has the same JSON value.
 func AmendList(body []byte, shown func(name string) bool, aliases func(name string) []string) []byte {
 	var doc map[string]json.RawMessage
 	if json.Unmarshal(body, &doc) != nil {

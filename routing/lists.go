@@ -124,7 +124,7 @@ func inOllamasForm(m Listed) ollamaModel {
 // IsShortList reports whether a request asks for the list of models at a path that model servers have beside those of
 // OpenAI and Ollama.
 func IsShortList(r *http.Request) bool {
-	return (r.Method == http.MethodGet || r.Method == http.MethodHead) && strings.TrimRight(r.URL.Path, "/") == "/models"
+	return (r.Method == http.MethodGet || r.Method == http.MethodHead) && !config.IsTunnel(r) && strings.TrimRight(r.URL.Path, "/") == "/models"
 }
 
 // IsList reports whether a request asks for a list of models, or for one of a list, in whatever form its server takes the path.

@@ -222,6 +222,9 @@ func TestListsAnswerAtThePathsThatClientsAskFirst(t *testing.T) {
 		require.Equal(t, strings.HasPrefix(path, "/models"), IsShortList(r), path)
 		body, _ := l.Answer(r)
 		require.Contains(t, string(body), "org/qwen", path)
+		r.Header.Set("Connection", "Upgrade")
+		r.Header.Set("Upgrade", "websocket")
+		require.False(t, IsList(r) || IsShortList(r), "%s, as a WebSocket", path)
 	}
 	require.Contains(t, string(LoadedList([]Listed{{Name: "a", Size: 7}})), `"size_vram":7`)
 	require.JSONEq(t, `{"models":[]}`, string(LoadedList(nil)))

@@ -59,7 +59,7 @@ func (s *State) noteForeign(c *card) {
 	}
 }
 
-// unflushable says of slots that may hold memory on a GPU without our knowledge why they could not be made to give it back.
+// unflushable reports which slots may hold memory of a GPU without our knowledge, and why they could not be made to give it back.
 func (s *State) unflushable(c *card, t *slot) (parts []string) {
 	for _, v := range s.slots {
 		if v.flushBad != "" && v.hold(c.Index) != nil && (v == t && s.mayHoldItself(v) || s.mayBeLoaded(v)) {

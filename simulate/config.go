@@ -113,9 +113,9 @@ func Names(b *config.Broker) Lookup {
 	byName := map[string]found{}
 	var patterns []matching
 	var all []string
-	add := func(c *config.Consumer, slot string, names ...string) {
-		for _, n := range names {
-			if p, ok := config.ParseNamePattern(n); ok {
+	add := func(c *config.Consumer, slot string, aliases []string, names ...string) {
+		for _, n := range slices.Concat(names, aliases) {
+			if p, ok := config.ParseNamePattern(n); ok && slices.Contains(aliases, n) {
 				patterns = append(patterns, matching{p, found{slot, c}})
 				continue
 			}
@@ -128,13 +128,13 @@ func Names(b *config.Broker) Lookup {
 	for _, c := range b.Consumers {
 		switch {
 		case c.Shares != "":
-			add(c, c.Shares, append([]string{c.Name}, c.Alias...)...)
+			add(c, c.Shares, c.Alias, c.Name)
 		case !c.HasModels():
-			add(c, c.Name, append([]string{c.Name}, c.Alias...)...)
+			add(c, c.Name, c.Alias, c.Name)
 		}
 		for _, m := range c.Models {
 			slot := broker.SlotName(c.Name, m.Name)
-			add(c, slot, append([]string{slot, m.Name}, m.Alias...)...)
+			add(c, slot, m.Alias, slot, m.Name)
 		}
 	}
 	slices.SortStableFunc(patterns, func(a, b matching) int { return a.Compare(b.NamePattern) })

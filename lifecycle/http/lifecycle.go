@@ -62,7 +62,7 @@ type Lifecycle struct {
 	// a route with `{model}` is for the consumer's `model` blocks alone.
 	ModelName string `json:"model_name,omitempty"`
 	// For a server that can't say whether it is loaded, starts loaded, and must not be asked twice to load or to
-	// unload: what it was asked last is remembered, also over a restart of Caddy, but not of the machine.
+	// unload: what it was asked last is remembered, also over a restart of Caddy, but not of the machine that Caddy runs on.
 	Remember bool `json:"remember,omitempty"`
 	// A load that puts only a part of the model onto the GPU counts as failed: it is unloaded, more room is made if there is
 	// any, and after 3 such loads its requests get 503 `load_failed`. Needs `load`, and `full_sizes_bytes` or `full_sizes_mib`.

@@ -14,7 +14,7 @@ import (
 )
 
 // memory is what a server that can't tell was asked last: whether it has been
-// unloaded. A file holds it over a restart of Caddy, but not of the machine. Its zero value remembers nothing.
+// unloaded. A file holds it over a restart of Caddy, but not of the machine that Caddy runs on. Its zero value remembers nothing.
 type memory struct {
 	mu   sync.Mutex
 	path string // empty: there is no file
@@ -60,7 +60,10 @@ func (m *memory) note() {
 	}
 	err := os.MkdirAll(filepath.Dir(m.path), 0o700)
 	if err == nil {
-		err = os.WriteFile(m.path, []byte(m.of+"\n"+bootID()), 0o600)
+		err = os.WriteFile(m.path+".new", []byte(m.of+"\n"+bootID()), 0o600)
+	}
+	if err == nil {
+		err = os.Rename(m.path+".new", m.path) // never half of it
 	}
 	if err != nil {
 		m.log.Warn("after a restart it will not be known that the server is unloaded", zap.Error(err))

@@ -113,10 +113,15 @@ func TestN3_AModelThatOnlyItsServersListNamesGoesToAFallbackByTheFallbacksName(t
 func TestModelsAutoProposesWhatTheServerLists(t *testing.T) {
 	t.Parallel()
 	s := start(t, layout{
-		Consumers: []consumer{shelf("ollama", modelserver.Ollama, "vram 6GiB\nmodels auto", map[string]float64{"qwen2.5:7b": 3})},
-		Routes:    "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
+		Consumers: []consumer{
+			shelf("ollama", modelserver.Ollama, "vram 6GiB\nmodels auto", map[string]float64{"qwen2.5:7b": 3}),
+			shelf("private", modelserver.Ollama, "vram 6GiB\nmodels auto\nunlisted", map[string]float64{"qwen2.5:14x": 3}),
+		},
+		Routes: "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
 	})
 	require.Contains(t, s.chat("all", "qwen2.5:14b").refused(t, 404, "unknown_model"), `did you mean "qwen2.5:7b"?`)
+	require.NotContains(t, s.chat("private", "qwen2.5:14b").refused(t, 404, "unknown_model"), "14x", "it is unlisted")
+	require.Equal(t, 200, s.chat("all", "qwen2.5:14x").status, "and served")
 }
 
 func TestAConsumerWithModelsAutoIsKnownBeforeItsFirstRequest(t *testing.T) {

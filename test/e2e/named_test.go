@@ -44,6 +44,14 @@ func TestN3_AnAliasIsTranslatedInRequestsThatNeedNoGPU(t *testing.T) {
 	require.Equal(t, `{"model":"llama3.2:3b"}`, get("/one/api/show", "application/x-www-form-urlencoded", `{"model":"gpt-4o-mini"}`), "as curl -d sends it")
 	require.Equal(t, `{"model":"tuned","content":"a"}`, get("/two/tokenize", "application/json", `{"model":"x","content":"a"}`))
 
+	// What can't be read is its server's to judge.
+	for _, sent := range []string{`{"model":"gpt-4o-mini"`, `{"model":"gpt-4o-mini","model":"q"}`, "\x00{"} {
+		require.Equal(t, sent, get("/one/api/show", "application/json", sent))
+	}
+	strange := s.sending("POST", "/one/api/show", http.Header{"Content-Encoding": {"aws-chunked"}, "Content-Type": {"application/json"}}, []byte(`{"model":"q"}`))
+	require.Equal(t, 200, strange.status, "%s", strange.body)
+	require.Equal(t, `{"model":"q"}`, string(rec.next(t).body))
+
 	// Uploads pass as they are, whatever they hold.
 	for _, path := range []string{"/one/api/blobs/sha256:0", "/one/api/create"} {
 		blob := `{"x_priority":1,"model":"gpt-4o-mini"}`

@@ -1,0 +1,66 @@
+package gpubroker
+
+import (
+	"errors"
+	"net/http"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/stretchr/testify/require"
+
+	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
+)
+
+// serverList is a handler that answers like a server that keeps its list of models in a file.
+func serverList(t *testing.T, list string, err error) caddyhttp.Handler {
+	return caddyhttp.HandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
+		for _, name := range []string{"Range", "If-Range", "If-None-Match", "If-Modified-Since"} {
+			require.Empty(t, r.Header.Get(name), "the server is asked for all of it")
+		}
+		for name, value := range map[string]string{
+			"Content-Type": "application/json", "Content-Length": "999", "Etag": `"1"`, "Last-Modified": "Sun, 29 Nov 2026 07:00:00 GMT",
+			"Accept-Ranges": "bytes", "Repr-Digest": "sha-256=:AA==:",
+		} {
+			w.Header().Set(name, value)
+		}
+		w.WriteHeader(http.StatusOK)
+		w.WriteHeader(http.StatusBadGateway) // which net/http ignores, too
+		if r.Method != http.MethodHead {
+			_, _ = w.Write([]byte(list))
+		}
+		return err
+	})
+}
+
+func TestN3_AListIsAskedForWholeAndCarriesNothingThatIsTrueOfAnother(t *testing.T) {
+	h := byModelHandler(t, gpucaddyfile.Route{Consumer: "many"})
+	for _, method := range []string{"GET", "HEAD"} {
+		w, r := post(method, "/v1/models", "")
+		for name, value := range map[string]string{"Range": "bytes=0-9", "If-Range": `"1"`, "If-None-Match": `"1"`, "If-Modified-Since": "Sun, 29 Nov 2026 07:00:00 GMT"} {
+			r.Header.Set(name, value)
+		}
+		require.NoError(t, h.ServeHTTP(w, r, serverList(t, `{"data":[{"id":"m1","note":"<|im_start|>"},{"id":"stranger"}]}`, nil)))
+		require.Equal(t, 200, w.Code)
+		for _, name := range []string{"Etag", "Last-Modified", "Accept-Ranges", "Repr-Digest"} {
+			require.Empty(t, w.Header().Get(name), "%s %s", method, name)
+		}
+		if method == "HEAD" {
+			require.Empty(t, w.Header().Get("Content-Length"))
+			continue
+		}
+		require.JSONEq(t, `{"data":[{"id":"m1","note":"<|im_start|>"},{"id":"m1-alias","note":"<|im_start|>"},{"id":"stranger"}]}`, w.Body.String())
+	}
+	for _, method := range []string{"GET", "HEAD"} { // its server knows no such name
+		w, r := post(method, "/v1/models/m1-alias", "")
+		require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error { return errors.New("it was asked") })))
+		require.Equal(t, 200, w.Code)
+	}
+}
+
+func TestAListThatBreaksOffIsNotPassedOffAsWhole(t *testing.T) {
+	h := byModelHandler(t, gpucaddyfile.Route{Consumer: "many"})
+	w, r := post("GET", "/v1/models", "")
+	broken := errors.New("it broke off")
+	require.ErrorIs(t, h.ServeHTTP(w, r, serverList(t, `{"data":[{"id":"m1"}`, broken)), broken)
+	require.Empty(t, w.Body.String())
+}
