@@ -15,18 +15,23 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
+// automatic is a world that has not begun, of a consumer m with models auto and of others. The server of m comes into the generation's lifecycles.
+func automatic(t *testing.T, others ...*config.Consumer) (*world, *modelServer) {
+	w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+	c := server("m", 2*gpu.GiB)
+	c.AutoModels = true
+	w.gen = w.generation(t, nil, append([]*config.Consumer{c}, others...)...)
+	traits := everything
+	traits.LoadModel, traits.UnloadModel, traits.Models, traits.Catalog = true, true, true, true
+	w.servers["m"].traits = traits
+	return w, &modelServer{fakeServer: w.servers["m"]}
+}
+
 // A consumer whose server says what models it has may have no slot: it stays while it is configured, and goes when it is not.
 func TestAConsumerWithoutSlotsStaysWhileItIsConfigured(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+		w, m := automatic(t, server("a", gpu.GiB))
 		defer w.Close()
-		c := server("m", 2*gpu.GiB)
-		c.AutoModels = true
-		w.gen = w.generation(t, nil, c, server("a", gpu.GiB))
-		traits := everything
-		traits.LoadModel, traits.UnloadModel, traits.Models, traits.Catalog = true, true, true, true
-		w.servers["m"].traits = traits
-		m := &modelServer{fakeServer: w.servers["m"]}
 		w.gen.Lifecycles["m"] = m
 		require.NoError(t, w.Push(w.gen))
 		pass(time.Second)
@@ -74,15 +79,9 @@ func (c *catalogServer) Catalog(context.Context) ([]lifecycle.Model, error) {
 // What a server has listed is known while it does not answer, so that a request for it can start it, or go to a fallback.
 func TestWhatAServerListedIsKnownWhileItIsDown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+		w, server := automatic(t)
 		defer w.Close()
-		c := server("m", 2*gpu.GiB)
-		c.AutoModels = true
-		w.gen = w.generation(t, nil, c)
-		traits := everything
-		traits.LoadModel, traits.UnloadModel, traits.Models, traits.Catalog = true, true, true, true
-		w.servers["m"].traits = traits
-		m := &catalogServer{modelServer: &modelServer{fakeServer: w.servers["m"]}, lists: []lifecycle.Model{{Name: "x"}, {Name: "y"}}}
+		m := &catalogServer{modelServer: server, lists: []lifecycle.Model{{Name: "x"}, {Name: "y"}}}
 		w.gen.Lifecycles["m"] = m
 		require.NoError(t, w.Push(w.gen))
 		offers := func(model string) Offer { return w.Offer(t.Context(), "m", model) }

@@ -182,7 +182,12 @@ func (b *Broker) slotsOf(c *consumer) []scheduler.SlotConfig {
 func turnsName(consumer string) string { return consumer + "/" }
 
 // shown is the name by which people know a slot: one that only takes turns goes by its consumer's.
-func shown(slot string) string { return strings.TrimSuffix(slot, "/") }
+func shown(slot string) string {
+	if consumer, model, _ := strings.Cut(slot, "/"); model == "" {
+		return consumer
+	}
+	return slot
+}
 
 // turnsOf is what the scheduler is to know of the slot by which requests that load nothing take the GPU lock: one for a consumer
 // with models, at which a request may name none. It holds mu.

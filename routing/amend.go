@@ -1,7 +1,6 @@
 package routing
 
 import (
-	"bytes"
 	"encoding/json"
 	"slices"
 )
@@ -85,7 +84,7 @@ func renamedEntry(entry json.RawMessage, was, name string) json.RawMessage {
 	for _, field := range listNames {
 		var text string
 		if json.Unmarshal(fields[field], &text) == nil && text == was {
-			fields[field] = json.RawMessage(bytes.TrimSpace([]byte(quoted(name))))
+			fields[field] = json.RawMessage(quoted(name))
 		}
 	}
 	return encode(fields)

@@ -10,6 +10,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/bootid"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
@@ -32,16 +33,7 @@ func (m *memory) open(deps lifecycle.Deps) {
 	m.path = filepath.Join(deps.Dir, deps.Consumer+".unloaded")
 	text, err := os.ReadFile(m.path)
 	of, boot, _ := strings.Cut(string(text), "\n")
-	m.gone = err == nil && of == m.of && (boot == "" || boot == bootID())
-}
-
-// bootID tells one run of the machine from another, in which the server has started anew; empty where it is not known.
-func bootID() string {
-	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return ""
-	}
-	return strings.TrimSpace(string(id))
+	m.gone = err == nil && of == m.of && (boot == "" || boot == bootid.Get())
 }
 
 func (m *memory) unloaded() bool {
@@ -60,7 +52,7 @@ func (m *memory) note() {
 	}
 	err := os.MkdirAll(filepath.Dir(m.path), 0o700)
 	if err == nil {
-		err = os.WriteFile(m.path+".new", []byte(m.of+"\n"+bootID()), 0o600)
+		err = os.WriteFile(m.path+".new", []byte(m.of+"\n"+bootid.Get()), 0o600)
 	}
 	if err == nil {
 		err = os.Rename(m.path+".new", m.path) // never half of it

@@ -51,6 +51,3 @@ func GroupOf(group int) []int {
 	}
 	return pids
 }
-
-// BootID is the host's.
-func BootID() string { return bootID() }

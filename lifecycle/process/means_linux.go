@@ -19,6 +19,7 @@ import (
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/bootid"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/supervise"
 )
@@ -146,7 +147,7 @@ func (m *means) prepare(t lifecycle.Target) (*child, error) {
 	if u := m.plan.user; u != nil && os.Geteuid() == 0 {
 		cmd.SysProcAttr.Credential = &syscall.Credential{Uid: u.uid, Gid: u.gid, Groups: u.groups}
 	}
-	r := &record{Mark: mark, Consumer: m.deps.Consumer, Boot: bootID(), Owner: self()}
+	r := &record{Mark: mark, Consumer: m.deps.Consumer, Boot: bootid.Get(), Owner: self()}
 	return newChild(m.plan, m.deps.Dir, m.deps.Logger, cmd, r, port), nil
 }
 

@@ -107,15 +107,6 @@ func mark(pid int) string {
 	return ""
 }
 
-// bootID tells one boot of the host from another.
-var bootID = sync.OnceValue(func() string {
-	raw, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return ""
-	}
-	return strings.TrimSpace(string(raw))
-})
-
 // self is this Caddy.
 var self = sync.OnceValue(func() identity {
 	p, err := readProc(os.Getpid())

@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+
+	"github.com/gpu-broker/caddy-gpu-broker/internal/bootid"
 )
 
 const (
@@ -29,7 +31,7 @@ func Reap(dir string, logger *zap.Logger) (reaped int, err error) {
 	var orphaned []*record
 	for _, r := range all {
 		switch {
-		case r.Boot != bootID(): // nothing of it can be left
+		case r.Boot != bootid.Get(): // nothing of it can be left
 			faults = append(faults, r.remove(dir))
 		case !r.Owner.alive():
 			orphaned = append(orphaned, r)

@@ -17,6 +17,7 @@ import (
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
 
+	"github.com/gpu-broker/caddy-gpu-broker/internal/bootid"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/process"
 )
@@ -166,7 +167,7 @@ func TestAStrangerWithAReusedNumberIsNotTouched(t *testing.T) {
 		require.NoError(t, process.Forge(dir, "MARK", boot, os.Getpid(), pid, process.StartOf(os.Getpid())-1, leaderStart))
 	}
 	for name, forge := range map[string]func(dir string){
-		"it started at another time": func(dir string) { deadOwner(dir, process.BootID(), start-1) },
+		"it started at another time": func(dir string) { deadOwner(dir, bootid.Get(), start-1) },
 		"the host was booted since":  func(dir string) { deadOwner(dir, "another", start) },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -180,7 +181,7 @@ func TestAStrangerWithAReusedNumberIsNotTouched(t *testing.T) {
 	}
 	t.Run("else it would be ended", func(t *testing.T) {
 		dir := t.TempDir()
-		deadOwner(dir, process.BootID(), start)
+		deadOwner(dir, bootid.Get(), start)
 		require.Equal(t, 1, reap(t, dir))
 		gone(t, pid)
 	})
@@ -205,7 +206,7 @@ func TestReapWithoutRecordsIsNoError(t *testing.T) {
 
 func TestARecordThatCantBeReadIsToldAndDoesNotKeepTheOthersFromBeingReaped(t *testing.T) {
 	dir, pid := t.TempDir(), stranger(t)
-	require.NoError(t, process.Forge(dir, "MARK", process.BootID(), os.Getpid(), pid, 1, process.StartOf(pid)))
+	require.NoError(t, process.Forge(dir, "MARK", bootid.Get(), os.Getpid(), pid, 1, process.StartOf(pid)))
 	broken := filepath.Join(dir, "processes", "OTHER.json")
 	require.NoError(t, os.WriteFile(broken, []byte("{"), 0o600))
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "processes", "A.note"), nil, 0o600)) // which is no record
