@@ -98,9 +98,6 @@ func (j *job) beat(r *http.Request, place func() broker.Place) {
 	}
 	h := &heart{ResponseWriter: j.ResponseWriter, every: time.Duration(j.handler.Heartbeat), log: j.handler.app.generation.Logger, place: place}
 	h.header = j.ResponseWriter.Header().Clone()
-	if h.header == nil {
-		h.header = http.Header{}
-	}
 	h.opening = h.header.Clone()
 	h.opening.Set("Content-Type", "text/event-stream")
 	h.opening.Set("Cache-Control", "no-cache")
@@ -171,8 +168,7 @@ func (h *heart) comment() {
 	defer cut.Stop()
 	if !h.begun {
 		h.begun = true
-		replace(h.ResponseWriter.Header(), h.opening)
-		h.ResponseWriter.WriteHeader(http.StatusOK)
+		replace(h.ResponseWriter.Header(), h.opening) // the first write takes status 200 along
 	}
 	if h.write([]byte(line)) != nil {
 		return // the client has left, which the request's context tells

@@ -495,3 +495,34 @@ func TestTheClientsThatRestAreBoundedAndThoseThatHaveRestedMakeRoom(t *testing.T
 	serve(3*maxRests, 3*maxRests+10)
 	require.LessOrEqual(t, len(f.s.resting.until), 12)
 }
+
+// Looking through all of them takes its time, and nobody is to pay for it with each start.
+func TestTheClientsThatRestAreLookedThroughOnceASecondAtMost(t *testing.T) {
+	f := given(t, 16384, lazyServer("v", 10000))
+	f.warm("v", 10000)
+	start := func(client string) {
+		f.release(f.submitJob(Submit{Slot: "v", Priority: 100, Client: client, Cooldown: time.Second / 2}))
+	}
+	rests := func(client string) bool {
+		h := f.submitJob(Submit{Slot: "v", Priority: 100, Client: client, Cooldown: time.Second / 2})
+		defer func() {
+			if h.running {
+				f.release(h)
+				return
+			}
+			f.cancel(h)
+		}()
+		return !h.running
+	}
+	for i := range maxRests {
+		start(fmt.Sprint(i))
+	}
+	start("one too many")
+	require.False(t, rests("one too many"))
+	f.advance(time.Second - 1) // by now all have rested
+	start("another")
+	require.False(t, rests("another"))
+	f.advance(1)
+	start("a third")
+	require.True(t, rests("a third"))
+}

@@ -46,6 +46,12 @@ func TestACloudSlotIsRefusedWhenItsServerIsUnhealthyOrDrained(t *testing.T) {
 	f.requireRefused(f.ask("other", 100), Draining)
 }
 
+func TestTheRecordNamesNoGPUForACloudSlot(t *testing.T) {
+	f := given(t, 16384, SlotConfig{Name: "sky", Cloud: true, CanProbe: true})
+	f.step(Probed{Slot: "sky", Sent: f.now, Outcome: ProbeWrong, Detail: "status 500"})
+	require.Equal(t, -1, f.decided("unhealthy", "sky").GPU)
+}
+
 func TestACloudSlotLetsNoClientRest(t *testing.T) {
 	f := given(t, 16384, inTheSky("sky"), lazyServer("v", 10000))
 	f.reconfigure(restful)

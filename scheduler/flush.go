@@ -115,9 +115,8 @@ func (s *State) lacksOnlyOutsiders(t *slot) bool {
 		sh := s.sheet(c, t)
 		need := s.need(t, h, c)
 		short = short || need > sh.available()
-		out := sh.account().Outsiders
-		sh.card.Free += out
-		fits = fits && out > 0 && need <= sh.available()
+		sh.card.Free += sh.account().Outsiders
+		fits = fits && need <= sh.available()
 		s.reuse(sh)
 	})
 	return known && short && fits

@@ -48,6 +48,23 @@ func TestK0_ALoadedLazyTargetIsFlushedAtOnceThenLoaded(t *testing.T) {
 	}
 }
 
+func TestK0_ATargetOfTwoGPUsThatFillsOneOfThemIsFlushedBeforeAnotherIsEvicted(t *testing.T) {
+	cfg := defaults()
+	cfg.Slots = []SlotConfig{lazyServer("comfyui", 12000, on(0, 1)), server("v", 4000)}
+	f := givenConfig(t, cfg, 16384, 16384)
+	f.probe("comfyui", NotTold)
+	f.probe("v", No)
+	f.warm("v", 4000)
+	f.use(9000) // which comfyui took on the first of its GPUs
+	f.advance(time.Hour)
+	h := f.submit("comfyui")
+	f.requireUnloads("comfyui")
+	f.answered("comfyui")
+	f.use(-9000)
+	f.requireRunning(h)
+	f.requireUnloads("comfyui")
+}
+
 func TestK0_NothingIsFlushedForATargetThatFitsBesideItsOwnMemory(t *testing.T) {
 	f := given(t, 24576, lazyServer("comfyui", 9216))
 	f.free(15500)

@@ -406,7 +406,6 @@ func (s *State) load(now time.Time, t *slot) {
 	s.decide(Decision{At: now, Kind: "load", Slot: t.cfg.Name, GPU: t.gpu(), Need: need, Avail: avail,
 		Reason: fmt.Sprintf("it needs %s, %s is available", need, avail)})
 	if t.cfg.lazy() {
-		t.want.extra, t.want.oom = false, 0
 		s.to(now, t, Ready)
 		return
 	}

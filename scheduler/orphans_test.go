@@ -106,6 +106,24 @@ func TestK8_WorkThatWasAcceptedIsNotBounded(t *testing.T) {
 	f.requireWaiting(h)
 }
 
+// Nobody knows whether a load is over that happens inside accepted work, however long ago others left.
+func TestK8_OneWhoLeavesDoesNotEndTheLoadInsideAnEarlierJob(t *testing.T) {
+	f := given(t, 24576, lazyServer("comfyui", 8000, async), server("next", 8000))
+	f.works["comfyui"] = true
+	f.releaseAs(f.submit("comfyui"), Accepted)
+	f.leaves(f.submit("comfyui"), NoAnswer)
+	f.advance(defaults().DrainTimeout)
+	h := f.submit("next")
+	f.sample()
+	f.requireState("next", Idle)
+	require.Equal(t, "waits for the first job of comfyui, inside which it loads", f.slot("next").Why)
+	f.works["comfyui"] = false
+	f.advance(busyPoll)
+	f.use(8000)
+	f.requireState("next", Loading)
+	f.requireWaiting(h)
+}
+
 func TestK8_WithoutABusyRouteAServerIsTakenToStop(t *testing.T) {
 	f := besideNext(t, "kokoro")
 	f.leaves(f.submit("kokoro"), NoAnswer)

@@ -213,7 +213,6 @@ func (s *State) planTarget(now time.Time, t *slot) (progress bool) {
 	s.checkClaim(now, t)
 	if v := t.want.victim; v != nil {
 		if v.state != Stopping && s.fits(t) && !t.want.extra {
-			t.want.victim = nil
 			s.reopen(now, v, fmt.Sprintf("%s fits without its going", t.cfg.Name))
 			return true
 		}

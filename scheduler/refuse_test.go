@@ -57,6 +57,42 @@ func TestFC03_WhatCanNeverFitIsRefusedAtOnceAndNothingIsUnloaded(t *testing.T) {
 	}
 }
 
+func TestARefusalSaysWhenToTryAgain(t *testing.T) {
+	refused := func(change func(f *fixture), slot string) *Refusal {
+		t.Helper()
+		f := given(t, 16384, server("a", 1000), server("off", 1000, func(c *SlotConfig) { c.Disabled = true }), server("elsewhere", 1000, on(3)), server("large", 20000), server("full", 16000))
+		change(f)
+		h := f.submitJob(Submit{Slot: slot, Priority: 100, Deadline: f.now.Add(time.Minute)})
+		f.advance(time.Minute)
+		require.NotNil(t, h.refusal, slot)
+		return h.refusal
+	}
+	as := func(*fixture) {}
+	for _, c := range []struct {
+		change func(f *fixture)
+		slot   string
+		code   Code
+		want   time.Duration
+	}{
+		{as, "nobody", UnknownConsumer, 0},
+		{as, "off", NotRunning, time.Minute},
+		{as, "elsewhere", GPULost, 30 * time.Second},
+		{as, "large", NeverFits, 0},
+		{func(f *fixture) { f.step(Drain{}) }, "a", Draining, 5 * time.Second},
+		{func(f *fixture) { f.step(Drain{Final: true}) }, "a", Draining, 5 * time.Second},
+		{func(f *fixture) { f.step(Drain{Slot: "a"}) }, "a", Draining, 30 * time.Second},
+		{func(f *fixture) { f.step(Probed{Slot: "a", Sent: f.now, Outcome: ProbeWrong, Detail: "status 500"}) }, "a", Unhealthy, 5 * time.Second},
+		{func(f *fixture) { f.cards[0].Lost = true; f.sample() }, "a", GPULost, 30 * time.Second},
+		{func(f *fixture) { f.reconfigure(func(c *Config) { c.MaxQueue = 0 }) }, "a", QueueFull, 5 * time.Second},
+		{func(f *fixture) { f.use(8000) }, "full", VRAMExhausted, 10 * time.Second},
+		{as, "a", BudgetExceeded, 0}, // its load does not end
+	} {
+		r := refused(c.change, c.slot)
+		require.Equal(t, c.code, r.Code, c.slot)
+		require.Equal(t, c.want, r.RetryAfter, "%s of %s", c.code, c.slot)
+	}
+}
+
 func TestAPinnedSlotThatIsNotLoadedLeavesRoom(t *testing.T) {
 	f := given(t, 16384, server("big", 16000), server("fixed", 4000, pinned))
 	f.submit("big")

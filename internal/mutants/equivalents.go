@@ -11,6 +11,14 @@ var equivalent = map[string]string{
 	`routing/values.go: integer: return 0, false, err => return 0, true, err`:                                                                                                                                                                        withError,
 	`routing/values.go: integer: return 0, false, bad("field %q must be a whole number", field) => return 0, true, bad("field %q must be a whole number", field)`:                                                                                    withError,
 	`lifecycle/process/output.go: add: return -1 // what would move the cursor of who reads it => return -2 // what would move the cursor of who reads it`:                                                                                           "strings.Map drops a character for any negative value",
+
+	"scheduler/words.go: Rounded: case abs < time.Millisecond: => case abs <= time.Millisecond:": roundAnyway,
+	"scheduler/words.go: Rounded: case abs < time.Second: => case abs <= time.Second:":           roundAnyway,
+	"scheduler/words.go: Rounded: case abs < time.Minute: => case abs <= time.Minute:":           roundAnyway,
+
+	"scheduler/observe.go: claimLeaks: if h == nil || h.before <= 0 || sl.state != Ready || !sl.settledOn(c) || s.transition(c.Index) != nil { => if h == nil || h.before < 0 || sl.state != Ready || !sl.settledOn(c) || s.transition(c.Index) != nil {": "the leak of a slot that kept nothing is 0",
 }
+
+const roundAnyway = "the bound itself is a whole number of either unit"
 
 const withError = "Peek drops all facts of a body that has an error"

@@ -171,7 +171,9 @@ func (g *generator) literal(n *ast.BasicLit) {
 			}
 		}
 	case token.FLOAT:
-		g.replace("twice as much", n, "2*"+n.Value)
+		if v, err := strconv.ParseFloat(n.Value, 64); err == nil && v != 0 {
+			g.replace("twice as much", n, "2*"+n.Value)
+		}
 	}
 }
 

@@ -42,6 +42,9 @@ func TestChangesAreSmallFaultsInCodeThatStillParses(t *testing.T) {
 		require.Contains(t, news, want)
 	}
 	require.Equal(t, 1, countOf(news, "{}")-1, "a++ and g(…) can be dropped, and a log line is not worth it")
+	none, err := changes("p.go", []byte("package p\n\nvar a = 0.0\n"))
+	require.NoError(t, err)
+	require.Empty(t, none, "twice nothing is nothing")
 	again, err := changes("p.go", []byte("package p\n\n// more lines\n\n"+sample[len("package p\n"):]))
 	require.NoError(t, err)
 	require.Len(t, again, len(all))
