@@ -2,6 +2,7 @@ package gpubroker
 
 import (
 	"cmp"
+	"fmt"
 	"net/http"
 	"slices"
 	"strings"
@@ -16,7 +17,7 @@ import (
 // it returns the names that they list. With sure, a model counts only if its server lists it.
 func (j *job) automatic(r *http.Request, name string, sure bool) (t *target, listed []string, err error) {
 	h, m := j.handler, j.handler.byModel
-	silent, elsewhere := "", ""
+	silent, why, starts, elsewhere := "", "", "", ""
 	for _, consumer := range m.auto {
 		switch offer := h.pool.broker.Offer(r.Context(), consumer, name); offer.Known {
 		case lifecycle.Yes:
@@ -26,25 +27,37 @@ func (j *job) automatic(r *http.Request, name string, sure bool) (t *target, lis
 				listed = append(listed, offer.Listed...)
 			}
 		case lifecycle.Unknown:
-			if offer.Elsewhere {
+			switch {
+			case offer.Elsewhere:
 				elsewhere = cmp.Or(elsewhere, consumer)
-			} else {
-				silent = consumer
+			case offer.Starts:
+				starts = cmp.Or(starts, consumer)
+			default:
+				silent, why = consumer, offer.Silent
 			}
 		}
 	}
 	switch {
 	case sure:
 		return nil, listed, nil
+	case starts != "": // else no request would ever start it
+		return j.takes(name, h.targets[starts], strings.Clone(name), ""), nil, nil
 	case silent != "":
+		return nil, nil, untold(silent, name, why)
 	case elsewhere != "":
 		j.turn = true
 		return h.targets[elsewhere], nil, nil
-	default:
-		return nil, listed, nil
 	}
-	return nil, nil, &failure{status: http.StatusServiceUnavailable, code: string(scheduler.Unhealthy), retryAfter: 5 * time.Second,
-		message: "consumer \"" + silent + "\" may have this model, but its server does not list its models now"}
+	return nil, listed, nil
+}
+
+// untold is the error for a name that may be a model of a server that does not tell its list: to try it would unload others, perhaps for nothing.
+func untold(consumer, name, why string) error {
+	message := fmt.Sprintf("consumer %q may have the model %.512q, but its server does not list its models now", consumer, name)
+	if why != "" {
+		message += ": " + why
+	}
+	return &failure{status: http.StatusServiceUnavailable, code: string(scheduler.Unhealthy), retryAfter: 5 * time.Second, message: message}
 }
 
 // answerList is the answer to a request for a list of models, or for one of a list; nil: there is no model of that name.

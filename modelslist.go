@@ -67,7 +67,7 @@ func (h *Handler) shows(name string) bool {
 	if c.Unlisted {
 		return false
 	}
-	if c.VRAM > 0 && !c.LeavesToDouble(name, h.app.modelNames[c.Name].Same) {
+	if c.ServesUnnamed() && !c.LeavesToDouble(name, h.app.modelNames[c.Name].Same) {
 		return true
 	}
 	holder, _ := h.pool.broker.Holder(c.Name, name)

@@ -74,6 +74,9 @@ func (a *App) Provision(ctx caddy.Context) error {
 	if err := errors.Join(faults, a.loadGuests(ctx, g)); err != nil {
 		return err
 	}
+	if err := g.Check(); err != nil {
+		return err
+	}
 	events, err := ctx.App("events")
 	if err != nil {
 		return fmt.Errorf("getting the events app: %w", err)

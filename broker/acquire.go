@@ -205,7 +205,7 @@ func (b *Broker) nowhere(r *Request) *scheduler.Refusal {
 		return &scheduler.Refusal{Code: scheduler.UnknownConsumer, Message: fmt.Sprintf("consumer %q has several models, and the request names none", r.Consumer)}
 	case c.leavesToDouble(r.Model):
 		return &scheduler.Refusal{Code: scheduler.UnknownConsumer, Message: fmt.Sprintf("consumer %q has no model %.256q: another consumer stands for the same server, so each serves only the models that it names", r.Consumer, r.Model)}
-	case c.cfg.VRAM > 0 && config.CheckModelName(r.Model) == nil && !b.leaves(c.real()):
+	case c.cfg.ServesUnnamed() && config.CheckModelName(r.Model) == nil && !b.leaves(c.real()):
 		return &scheduler.Refusal{Code: scheduler.QueueFull, RetryAfter: 30 * time.Second,
 			Message: fmt.Sprintf("consumer %q holds %d models that its configuration does not name: no other is taken in before one of them is unloaded", r.Consumer, maxAdopted)}
 	default:

@@ -92,7 +92,7 @@ func TestWhatAServerListedIsKnownWhileItIsDown(t *testing.T) {
 		m.down = true
 		m.mu.Unlock()
 		pass(catalogRest)
-		require.Equal(t, lifecycle.Unknown, offers("z").Known, "it may have come meanwhile")
+		require.Equal(t, Offer{Silent: "connection refused"}, offers("z"), "it may have come meanwhile")
 		require.Equal(t, Offer{Known: lifecycle.Yes, As: "y"}, offers("y"))
 		require.Equal(t, m.lists, w.Catalog(t.Context(), "m"))
 

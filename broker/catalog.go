@@ -23,6 +23,7 @@ const (
 type catalog struct {
 	at      time.Time                  // of the latest answer, a failure too; zero: none yet
 	told    bool                       // … which was none
+	fault   string                     // why it was none; for people
 	models  []lifecycle.Model          // in the server's order, as it told them last
 	byKey   map[string]lifecycle.Model // by lifecycle.Names.Key
 	missing map[string]time.Time       // by key: models that the server does not have, until then
@@ -33,6 +34,11 @@ type catalog struct {
 type Offer struct {
 	// Known reports whether its server has it; Unknown: that can't be told.
 	Known lifecycle.Tri
+	// Silent is why a server that has a list of its models does not tell it now; empty: it has none, or has told it.
+	Silent string
+	// Starts reports that a load is needed to know more: the broker starts the server, which does not run and has never told its list. Known
+	// is Unknown then.
+	Starts bool
 	// As is the model's name at the consumer; empty unless Known is Yes.
 	As string
 	// Listed are the names that the server lists; unset unless Known is No.
@@ -84,8 +90,10 @@ func (b *Broker) offered(consumer, model string) (_ Offer, stale bool) {
 		return Offer{}, false
 	case time.Since(cat.at) >= catalogRest:
 		return Offer{}, true
+	case !cat.told && cat.byKey == nil && c.traits.Starts && !c.runs():
+		return Offer{Starts: true}, false
 	case !cat.told:
-		return Offer{}, false
+		return Offer{Silent: cat.fault}, false
 	case asker.Elsewhere(model):
 		return Offer{Elsewhere: true}, false
 	}
@@ -156,7 +164,10 @@ func (b *Broker) askCatalog(c *consumer, asker lifecycle.Cataloguer, timeout tim
 	}
 	c.catalog.asking, c.catalog.at, c.catalog.told = nil, time.Now(), err == nil
 	if err != nil {
-		return
+		c.catalog.fault = err.Error()
+		if models == nil {
+			return
+		}
 	}
 	c.catalog.models = slices.DeleteFunc(models, func(m lifecycle.Model) bool { return config.CheckModelName(m.Name) != nil })
 	c.catalog.byKey = make(map[string]lifecycle.Model, len(c.catalog.models))

@@ -256,7 +256,7 @@ func (b *Broker) find(now time.Time, name, model string) (*consumer, *slot) {
 		return face, nil
 	}
 	sl := c.known(model)
-	if sl == nil && c.cfg.VRAM > 0 && config.CheckModelName(model) == nil && !b.leaves(c) && !c.leavesToDouble(model) {
+	if sl == nil && c.cfg.ServesUnnamed() && config.CheckModelName(model) == nil && !b.leaves(c) && !c.leavesToDouble(model) {
 		sl = b.adopt(now, c, lifecycle.Model{Name: model, Resident: -1}, true)
 	}
 	return face, sl

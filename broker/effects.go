@@ -153,6 +153,9 @@ func (b *Broker) load(ctx context.Context, cancel func(), sl *slot, driver lifec
 	}
 	if sl.consumer.driver == driver {
 		sl.consumer.findUpstream()
+		if !sl.consumer.catalog.told { // it may tell its list now
+			sl.consumer.catalog.at = time.Time{}
+		}
 	}
 	b.mu.Unlock()
 	b.step(done)

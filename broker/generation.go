@@ -171,7 +171,7 @@ func (b *Broker) open(g *Generation) (map[string]opened, error) {
 			for _, o := range all {
 				_ = o.driver.Close()
 			}
-			return nil, faultlines.Prefix(faultlines.Title(fmt.Sprintf("consumer %q", cc.Name), cc.Source), err)
+			return nil, titled(cc, err)
 		}
 	}
 	return all, nil
@@ -182,6 +182,33 @@ func (b *Broker) openOne(g *Generation, cc *config.Consumer, limits *lifecycle.L
 		Consumer: cc.Name, Upstream: cc.Upstream, Logger: g.Logger.With(zap.String("consumer", cc.Name)),
 		Limits: limits, Dir: g.Dir, Died: func(detail string) { b.died(cc.Name, detail) },
 	})
+}
+
+// titled is err with the consumer's place before each of its faults.
+func titled(cc *config.Consumer, err error) error {
+	return faultlines.Prefix(faultlines.Title(fmt.Sprintf("consumer %q", cc.Name), cc.Source), err)
+}
+
+// Check returns what the configuration wants of consumers that their lifecycles can't do, all of it. It starts nothing and connects to
+// nothing, so that it can be called for a configuration that is never used. It passes over lifecycles that can't be opened here: the one who
+// checks a configuration may have fewer rights than Caddy.
+func (g *Generation) Check() error {
+	var faults []error
+	for _, cc := range g.Config.Consumers {
+		guest := g.Lifecycles[cc.Name]
+		if cc.Shares != "" || guest == nil {
+			continue
+		}
+		d, err := guest.Open(lifecycle.Deps{Consumer: cc.Name, Upstream: cc.Upstream}.WithDefaults())
+		if err != nil {
+			continue
+		}
+		if err := checkTraits(g.Config, cc, d.Traits()); err != nil {
+			faults = append(faults, titled(cc, err))
+		}
+		_ = d.Close()
+	}
+	return errors.Join(faults...)
 }
 
 // checkTraits says what a consumer's driver would have to be able to do.

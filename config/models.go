@@ -16,6 +16,10 @@ const MaxModelName = 256
 // HasModels says whether the consumer's models are loaded and unloaded each by itself.
 func (c *Consumer) HasModels() bool { return len(c.Models) > 0 || c.AutoModels }
 
+// ServesUnnamed reports whether a consumer with models also serves those that the configuration does not name. It takes them to need its vram,
+// which schedulers other than evicting do without.
+func (c *Consumer) ServesUnnamed() bool { return c.VRAM > 0 || c.AutoModels }
+
 // IsUnlisted reports whether lists of models leave out the one of this name; of a consumer without models the name is empty.
 func (c *Consumer) IsUnlisted(model string) bool {
 	return c.Unlisted || slices.ContainsFunc(c.Models, func(m *Model) bool { return m.Unlisted && m.Name == model })

@@ -18,11 +18,11 @@ const maxField = 256
 
 // CheckSendAs returns an error if a server can't be sent this name.
 func CheckSendAs(name string) error {
-	if err := CheckAlias(name); err != nil {
-		return fmt.Errorf("send_as or as: %w", err)
-	}
 	if _, pattern := ParseNamePattern(name); pattern {
 		return fmt.Errorf("send_as or as: %q stands for many names: write the one that the server knows", name)
+	}
+	if err := CheckAlias(name); err != nil {
+		return fmt.Errorf("send_as or as: %w", err)
 	}
 	return nil
 }

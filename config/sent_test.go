@@ -35,6 +35,7 @@ func TestN3_WhatContradictsItselfInWhatServersGetIsRefused(t *testing.T) {
 		`default a: its value is not JSON`:                          func(_, _ *Consumer, m *Model) { m.Default = raw("{") },
 		`send_as is for consumers without models`:                   func(llm, _ *Consumer, _ *Model) { llm.SendAs = "x" },
 		`fallback_as names other, which is not among its fallbacks`: func(llm, _ *Consumer, _ *Model) { llm.FallbackAs = map[string]string{"other": "x"} },
+		`send_as or as: "*" stands for many names`:                  func(_, _ *Consumer, m *Model) { m.SendAs = "*" },
 		`strip: the field has no name`:                              func(_, _ *Consumer, m *Model) { m.Strip = []string{""} },
 	} {
 		b := broker(change)

@@ -144,7 +144,7 @@ type Driver interface {
 
 // Cataloguer is a Driver that can tell which models its server could load, loaded or not.
 type Cataloguer interface {
-	// Catalog asks once. The order is the server's.
+	// Catalog asks once. The order is the server's. With an error it may return what the server has told before.
 	Catalog(ctx context.Context) ([]Model, error)
 	// Elsewhere reports whether a model of this name may be served though the catalog does not list it.
 	Elsewhere(name string) bool

@@ -160,6 +160,7 @@ func (l *Lifecycle) GoString() string { return l.String() }
 // Interface guards.
 var (
 	_ caddy.Provisioner       = (*Lifecycle)(nil)
+	_ lifecycle.Cataloguer    = (*driver)(nil)
 	_ lifecycle.Guest         = (*Lifecycle)(nil)
 	_ lifecycle.Fingerprinter = (*Lifecycle)(nil)
 	_ lifecycle.Restarter     = (*driver)(nil)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 
 	"go.uber.org/zap"
@@ -30,15 +31,18 @@ type driver struct {
 
 	mu       sync.Mutex // guards what follows; now, upstream and speaker change only under beginning
 	closed   bool
-	now      *run             // the latest run; nil: none yet
-	upstream string           // where that listens
-	speaker  lifecycle.Driver // the routes', for upstream
+	now      *run              // the latest run; nil: none yet
+	upstream string            // where that listens
+	speaker  lifecycle.Driver  // the routes', for upstream
+	listed   []lifecycle.Model // by the latest server that has told its catalog; nil: none has
 }
 
-// Driver is a Supervisor that follows jobs.
+// Driver is a Supervisor that follows jobs and tells the models of its server. It names all that a driver here can do: what wraps one in
+// a struct can do no more than that.
 type Driver interface {
 	lifecycle.Supervisor
 	lifecycle.Jobs
+	lifecycle.Cataloguer
 }
 
 // New makes the driver of a server that means starts and stops. In between it
@@ -163,17 +167,30 @@ func (d *driver) Busy(ctx context.Context, t lifecycle.Target) (bool, error) {
 // Catalog asks the server, while it runs, which models it could load.
 func (d *driver) Catalog(ctx context.Context) ([]lifecycle.Model, error) {
 	r, err := d.look(ctx)
-	if err == nil && r == nil {
-		err = errors.New("it does not run")
-	}
-	if err != nil {
+	switch {
+	case err != nil:
 		return nil, d.wrap("catalog", err)
+	case r == nil:
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		return slices.Clone(d.listed), d.wrap("catalog", errors.New("it does not run"))
 	}
+	return d.ask(ctx, r)
+}
+
+// ask asks a running server for its catalog, and remembers the answer: the server may be stopped when it is asked for again.
+func (d *driver) ask(ctx context.Context, r *run) ([]lifecycle.Model, error) {
 	c, ok := r.routes.(lifecycle.Cataloguer)
 	if !ok {
 		return nil, d.wrap("catalog", errors.New("its lifecycle has no catalog"))
 	}
-	return c.Catalog(ctx)
+	models, err := c.Catalog(ctx)
+	if err == nil {
+		d.mu.Lock()
+		d.listed = slices.Clone(models)
+		d.mu.Unlock()
+	}
+	return models, err
 }
 
 // Elsewhere reports whether a model of this name may be served though the catalog does not list it.

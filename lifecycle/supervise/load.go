@@ -137,6 +137,9 @@ func (d *driver) byRoutes(ctx context.Context, r *run, t lifecycle.Target) error
 		if err != nil {
 			return d.wrap("load", err)
 		}
+		if d.routes.Catalog { // should the load fail, the server is stopped, and can't be asked
+			_, _ = d.ask(ctx, r)
+		}
 		if loaded {
 			return nil
 		}

@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
+	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 )
 
 func TestModelsAutoServesWhatTheServerListsWithoutItsBeingNamed(t *testing.T) {
@@ -149,5 +150,103 @@ func TestAConsumerWithModelsAutoIsKnownBeforeItsFirstRequest(t *testing.T) {
 	})
 	for _, d := range s.decisions("unhealthy") {
 		require.Contains(t, []string{"ollama", "ollama/small"}, d.Consumer)
+	}
+}
+
+// startedRouter is a global option with a llama.cpp router that the broker starts, with more lines of its consumer.
+func startedRouter(t *testing.T, lines string) string {
+	bin, err := caddytest.Modelserver()
+	require.NoError(t, err)
+	return fmt.Sprintf("consumer llm {\nvram 6GiB\npreset llamacpp-router\n%s\nprocess %s -name llm -manner llamacpp-router -models small:3GiB+org/big:5GiB -addr 127.0.0.1:{gpu_broker.port} -sim-dir {$SIM_DIR} {\nports %s\ngrace 2s\n}\n}", lines, bin, portRange(t))
+}
+
+const allAndLLM = "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}\n" +
+	"handle_path /llm/* {\ngpu_broker llm\nreverse_proxy {http.gpu_broker.upstream}\n}"
+
+// Nobody can be asked before it runs, and only a request starts it.
+func TestModelsAutoServesAServerThatTheBrokerStarts(t *testing.T) {
+	t.Parallel()
+	for _, route := range []string{"all", "llm"} {
+		t.Run(route, func(t *testing.T) {
+			t.Parallel()
+			s := start(t, layout{Global: startedRouter(t, "models auto"), Consumers: []consumer{{Options: modelserver.Options{Name: "tts", VRAM: gib(9)}}}, Routes: allAndLLM})
+			s.chat(route, "small").servedBy(t, "llm")
+			require.Equal(t, []string{"org/big", "small", "tts"}, s.listed("/all/v1/models"))
+			s.chat(route, "nope").refused(t, 404, "unknown_model")
+			s.chat(route, "org/big").servedBy(t, "llm")
+			s.serve("tts")
+			evictions := s.status().Scheduler.Evictions
+			s.chat(route, "nope").refused(t, 404, "unknown_model")
+			require.Equal(t, evictions, s.status().Scheduler.Evictions)
+		})
+	}
+}
+
+// The first request for a server that was never asked may have to unload others, whatever it names. What the server lists while it tries is known then.
+func TestModelsAutoLearnsTheListOfAServerWhoseLoadFails(t *testing.T) {
+	t.Parallel()
+	for _, lines := range []string{"models auto", "model small"} {
+		t.Run(lines, func(t *testing.T) {
+			t.Parallel()
+			s := start(t, layout{Global: startedRouter(t, lines), Consumers: []consumer{{Options: modelserver.Options{Name: "tts", VRAM: gib(12)}}}, Routes: allAndLLM})
+			s.serve("tts")
+			s.chat("llm", "nope").refused(t, 503, "load_failed")
+			s.serve("tts")
+			evictions := s.status().Scheduler.Evictions
+			for _, name := range []string{"nope-2", "nope-3"} {
+				require.Contains(t, s.chat("llm", name).refused(t, 503, "unhealthy"), "it does not run")
+			}
+			require.Equal(t, evictions, s.status().Scheduler.Evictions)
+			s.chat("llm", "org/big").servedBy(t, "llm")
+		})
+	}
+}
+
+// H7: a server whose list can't be had now is not tried with any name: that would unload others.
+func TestH7_ANameUnloadsNothingWhileTheServersListCannotBeHad(t *testing.T) {
+	t.Parallel()
+	for what, fault := range map[string]func(f *modelserver.Faults){
+		"hangs": func(f *modelserver.Faults) { f.HangPaths = []string{"/api/tags"} },
+		"fails": func(f *modelserver.Faults) { f.FailPaths = map[string]int{"/api/tags": 500} },
+	} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			cloud := newRecorder(t)
+			s := start(t, layout{Global: "consumer hosted {\ncloud\nupstream " + cloud.addr + "\n}", Consumers: []consumer{
+				shelf("ollama", modelserver.Ollama, "vram 6GiB\nmodel small", map[string]float64{"small": 3, "other": 3}),
+				shelf("helped", modelserver.Ollama, "vram 6GiB\nmodel small\nfallback hosted", map[string]float64{"small": 3}),
+				{Options: modelserver.Options{Name: "tts", VRAM: gib(12)}},
+			}})
+			for _, name := range []string{"ollama", "helped"} {
+				s.servers[name].SetFaults(fault)
+			}
+			s.serve("tts")
+			require.Contains(t, s.chat("ollama", "nope").refused(t, 503, "unhealthy"), "/api/tags")
+			s.chat("helped", "nope").servedBy(t, "hosted")
+			require.Zero(t, s.status().Scheduler.Evictions)
+			s.chat("ollama", "small").servedBy(t, "ollama")
+			s.servers["ollama"].SetFaults(func(f *modelserver.Faults) { *f = modelserver.Faults{} })
+			s.until("it is asked again", func() bool { return s.chat("ollama", "other").status == 200 })
+		})
+	}
+}
+
+// A scheduler that unloads nothing needs no sizes.
+func TestModelsAutoServesWithoutASizeWhereNothingIsUnloaded(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []string{"locked", "passthrough"} {
+		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
+			s := start(t, layout{Global: "scheduler " + kind, Consumers: []consumer{
+				shelf("llm", modelserver.Ollama, "models auto # no vram \n", map[string]float64{"small:latest": 3, "org/big:7b": 5}),
+			}, Routes: "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}"})
+			for _, route := range []string{"all", "llm"} {
+				require.Equal(t, []string{"org/big:7b", "small:latest"}, s.listed("/"+route+"/v1/models"))
+				for _, name := range []string{"small", "org/big:7b"} {
+					s.chat(route, name).servedBy(t, "llm")
+				}
+				s.chat(route, "nope").refused(t, 404, "unknown_model")
+			}
+		})
 	}
 }

@@ -229,6 +229,7 @@ func (b *bench) fill() {
 	b.add("unknown consumer", false, "gpu_broker plain", "gpu_broker plane")
 	b.add("bad path", false, "$.loaded", "$.[[[")
 	b.add("unknown preset", false, "preset comfyui", "preset comfy")
+	b.add("a lifecycle that can't do what is wanted", false, "preset ollama", "preset ollama\n\t\t\tmodels auto\n\t\t\tcatalog off")
 	b.add("another app fails", false, "http://", "https://other.localhost {\n\ttls /nowhere/cert.pem /nowhere/key.pem\n}\nhttp://")
 	b.save()
 }
@@ -265,6 +266,28 @@ func TestValidateAndAdaptConnectToNobodyStartNothingAndWriteNothing(t *testing.T
 		time.Sleep(5 * time.Millisecond)
 	}
 	require.NotEqual(t, before, tree(t, b.dir))
+}
+
+// What is refused at the start is refused before, all of it, each with its place.
+func TestValidateSaysWhatLifecyclesCannotDo(t *testing.T) {
+	t.Parallel()
+	b := newBench(t)
+	b.add("no catalog", false, "preset ollama", "preset ollama\n\t\t\tmodels auto\n\t\t\tcatalog off")
+	b.config["no catalog"] = strings.Replace(b.config["no catalog"], "unload POST /api/admin/unload", "unload POST /api/admin/unload\n\t\t\tmodel small", 1)
+	b.add("no load", false, "probe_interval 10ms", "probe_interval 10ms\n\t\trestore comfyui after 2m")
+	b.save()
+	for name, want := range map[string][]string{
+		"no catalog": {`consumer \"plain\" (`, "can't unload one by its name", `consumer \"ollama\" (`, "models auto, but its lifecycle has no catalog"},
+		"no load":    {`consumer \"comfyui\" (`, "restore names it, but it has no load route"},
+	} {
+		out, err := b.run("validate", name, "")
+		require.Error(t, err, name)
+		for _, text := range want {
+			require.Contains(t, out, text, name)
+		}
+		require.Contains(t, out, "Caddyfile-"+name+":")
+		b.untouched(name)
+	}
 }
 
 func exists(path string) bool {
