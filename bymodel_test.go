@@ -32,6 +32,8 @@ func byModelHandler(t *testing.T, route gpucaddyfile.Route) *Handler {
 		map[string]any{"name": "off", "vram": "1GiB", "enabled": "off"},
 		map[string]any{"name": "many", "vram": "1GiB", "models": []map[string]any{{"name": "m1", "alias": []string{"m1-alias", "like-m1-*"}}, {"name": "m2"}},
 			"upstream": "127.0.0.1:9", "lifecycle": map[string]any{"protocol": "http", "unload": map[string]any{"path": "/unload/{model}"}}},
+		map[string]any{"name": "single", "vram": "1GiB", "models": []map[string]any{{"name": "s1", "alias": []string{"s1-alias"}}},
+			"upstream": "127.0.0.1:10", "lifecycle": map[string]any{"protocol": "http", "unload": map[string]any{"path": "/unload/{model}"}}},
 	)
 	require.NoError(t, app.Start())
 	h := &Handler{Route: route}

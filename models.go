@@ -183,16 +183,23 @@ func (j *job) find(r *http.Request) (*target, error) {
 	case m.none != nil:
 		j.askedOf = m.none.name
 		return m.none, nil
-	case m.only == nil && routing.IsShortList(r):
+	case routing.IsShortList(r) && (h.fixed == nil || !h.fixed.Computes(r)):
 		return nil, nil
 	case m.only != nil && len(m.only.Models) == 1:
 		j.model, j.askedOf = m.only.Models[0].Name, h.fixed.name
 		return h.fixed, nil
 	case cheap || r.Method == http.MethodGet || m.bypass.Match(r.Method, r.URL.Path):
-		return nil, &failure{status: http.StatusNotFound, code: string(scheduler.UnknownConsumer),
-			message: "this request names no model, so no server is known that could answer it: name it in " + m.sources.String()}
+		return nil, &failure{status: http.StatusNotFound, code: string(scheduler.UnknownConsumer), message: m.namesNone() + m.sources.String()}
 	}
 	return nil, &failure{status: http.StatusBadRequest, code: "bad_request", message: "this request names no model: name it in " + m.sources.String()}
+}
+
+// namesNone says what becomes of a request that needs no more than a server to answer it, and names no model.
+func (m *byModel) namesNone() string {
+	if m.only != nil {
+		return fmt.Sprintf("this request names no model, and consumer %q has several: if it needs none, add its route to bypass; else name it in ", m.only.Name)
+	}
+	return "this request names no model, so no server is known that could answer it: name it in "
 }
 
 // checkOther refuses a request that names another model in a second place: its server may load that one.
@@ -227,7 +234,7 @@ func (j *job) mayName(r *http.Request, name string) (*target, error) {
 			j.means(name, who)
 		} else if consumer, model := j.handler.pool.broker.Holder(m.only.Name, name); consumer != "" {
 			j.model = model
-		} else if who, ok := m.names.Match(name); ok && (m.only.VRAM == 0 || j.handler.pool.broker.Offer(r.Context(), m.only.Name, name).Known != lifecycle.Yes) {
+		} else if who, ok := m.names.Match(name); ok && (!m.only.ServesUnnamed() || j.handler.pool.broker.Offer(r.Context(), m.only.Name, name).Known != lifecycle.Yes) {
 			j.means(name, who)
 		}
 	}
@@ -242,7 +249,7 @@ func (j *job) named(r *http.Request, name string) (*target, error) {
 		return j.means(name, who), nil
 	}
 	like, matches := m.names.Match(name)
-	if m.only != nil && m.only.VRAM > 0 {
+	if m.only != nil && m.only.ServesUnnamed() {
 		offer := h.pool.broker.Offer(r.Context(), m.only.Name, name)
 		switch {
 		case offer.Known == lifecycle.Yes:
@@ -251,6 +258,8 @@ func (j *job) named(r *http.Request, name string) (*target, error) {
 			return j.means(name, like), nil
 		case offer.Known == lifecycle.No: // to ask for it would unload others for nothing
 			return nil, m.missing(name, slices.DeleteFunc(offer.Listed, func(other string) bool { return !h.shows(other) }))
+		case offer.Silent != "" && len(h.fixed.candidates) == 0: // else a fallback may serve it
+			return nil, untold(m.only.Name, name, offer.Silent)
 		}
 		if j.turn = offer.Elsewhere; j.turn {
 			return h.fixed, nil

@@ -64,3 +64,22 @@ func TestAListThatBreaksOffIsNotPassedOffAsWhole(t *testing.T) {
 	require.ErrorIs(t, h.ServeHTTP(w, r, serverList(t, `{"data":[{"id":"m1"}`, broken)), broken)
 	require.Empty(t, w.Body.String())
 }
+
+// A consumer without lists of routes has lists of models all the same: they load nothing, at whatever path they are asked for.
+func TestN3_AShortListOfOneConsumerIsAListAndNoWork(t *testing.T) {
+	for route, model := range map[string]string{"many": "m1", "single": "s1"} {
+		h := byModelHandler(t, gpucaddyfile.Route{Consumer: route})
+		for _, path := range []string{"/models", "/models/", "/v1/models"} {
+			w, r := post("GET", path, "")
+			require.NoError(t, h.ServeHTTP(w, r, serverList(t, `{"data":[{"id":"`+model+`"}]}`, nil)))
+			require.Equal(t, 200, w.Code, path)
+			require.JSONEq(t, `{"data":[{"id":"`+model+`"},{"id":"`+model+`-alias"}]}`, w.Body.String(), path)
+			require.Empty(t, w.Header().Get("X-Gpu-Broker-Consumer"), path)
+		}
+	}
+	h := byModelHandler(t, gpucaddyfile.Route{Consumer: "many"})
+	w, r := post("GET", "/metrics", "")
+	require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error { return errors.New("it was asked") })))
+	require.Equal(t, 404, w.Code)
+	require.Contains(t, w.Body.String(), "add its route to bypass")
+}
