@@ -199,6 +199,22 @@ func TestK9_NeverFitsIsAboutTheConfiguredClaimAlone(t *testing.T) {
 	f.requireState("a", Loading)
 }
 
+// What outsiders held before its load is none of a slot's, whenever it comes back.
+func TestOutsidersThatLeaveBesideAnUnloadRaiseNoClaim(t *testing.T) {
+	f := given(t, 24576, server("a", 7500))
+	f.free(15576) // a game holds 9000
+	f.warm("a", 7000)
+	f.advance(time.Minute)
+	f.sample()
+	f.step(Unload{Slot: "a"})
+	f.unloaded("a")
+	f.use(-7000 - 9000)
+	f.requireState("a", Idle)
+	v := f.slot("a")
+	require.Equal(t, 7500*gpu.MiB, v.Claim)
+	require.False(t, v.ClaimSeen)
+}
+
 func TestK9_AFootprintIsForgottenAsNewOnesCome(t *testing.T) {
 	var f footprint
 	require.Zero(t, f.lately())

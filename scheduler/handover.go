@@ -331,8 +331,8 @@ func (s *State) stopped(now time.Time, v *slot) {
 		took := h.peak
 		if c.Known && !h.hasMeas { // what came back, and what its next load will use again
 			most := v.stop.seen[i]
-			if v.stop.fresh[i] { // else what outsiders seem to hold may be another's that has gone since
-				most += v.stop.out[i]
+			if v.stop.fresh[i] { // else what outsiders seem to have taken since its load may be another's that has gone since
+				most += max(0, v.stop.out[i]-h.loadOut)
 			}
 			took = max(took, clamp(c.Free-v.stop.free[i], 0, most)+min(h.residue, v.cfg.Residual))
 		}

@@ -309,6 +309,21 @@ func TestTheDropOfOneSlotEndsWhereAnothersTransitionBegins(t *testing.T) {
 	require.EqualValues(t, 3000, f.slot("b").Holds[0].Seen.MiB())
 }
 
+// Until a look after its end, what a job took is not known: the rest of its claim may be what outsiders seem to hold.
+func TestWhatAJobTookIsOnlySeenByALookAfterIt(t *testing.T) {
+	f := given(t, 16384, server("a", 8000), server("b", 7000))
+	f.free(13384) // 3000 are a desktop's
+	h := f.submit("a")
+	f.loaded("a")
+	f.use(1000)
+	f.advance(time.Second)
+	f.release(h)
+	require.EqualValues(t, 1000, f.slot("a").Holds[0].Seen.MiB())
+	require.EqualValues(t, 3000, f.outsiders())
+	f.submit("b") // beside 3000 and 8000 there is no room for it
+	f.requireUnloads("a")
+}
+
 func TestOnlyALookFromAfterTheCallShowsThatMemoryIsBack(t *testing.T) {
 	f, _ := swap(t)
 	f.free(16384) // the sample comes before the call returns

@@ -257,7 +257,7 @@ func (k *soak) asConfigured(sent time.Time, name string, c broker.Consumer, bad 
 	}
 	ruling := func(match func(settings) bool) bool { return slices.ContainsFunc(ruled, match) }
 	switch {
-	case name == "voice" && !ruling(func(s settings) bool { return int64(gib(s.vram)) == c.Slots[0].Claim }):
+	case name == "voice" && !ruling(func(s settings) bool { return int64(gib(s.vram)) == c.Slots[0].Claim }) && !k.sawVoiceTake(sent, c.Slots[0]):
 		bad("the claim of voice is %s", gpu.Bytes(c.Slots[0].Claim))
 	case name == "pinned" && !ruling(func(s settings) bool { return s.pin == c.Pinned }):
 		bad("pinned: %t", c.Pinned)
@@ -266,6 +266,16 @@ func (k *soak) asConfigured(sent time.Time, name string, c broker.Consumer, bad 
 	case name == "guest" && !c.Removed && !ruling(func(s settings) bool { return s.guest }):
 		bad("guest is there, and it was taken away")
 	}
+}
+
+// sawVoiceTake reports whether the broker may have seen voice take what it claims: as much as it was once booked
+// with, as far as free memory tells, or more where it or a program of another took more.
+func (k *soak) sawVoiceTake(sent time.Time, s broker.Slot) bool {
+	if s.ClaimSource != "measured" {
+		return false
+	}
+	booked := slices.ContainsFunc(k.ruled(time.Time{}), func(conf settings) bool { return int64(gib(conf.vram)) >= s.Claim })
+	return booked || k.spells.between(time.Time{}, sent, 0, spellServer, "voice") || k.spells.between(time.Time{}, sent, 0, spellMemory, "")
 }
 
 // sample is what the Caddy process has of what can leak.
