@@ -55,6 +55,27 @@ func TestAnUnknownTargetsMemoryCountsAsForeign(t *testing.T) {
 	f.requireRunning(h)
 }
 
+// One of two servers whose residency can't be told may hold the GPU's memory: the one that is behind makes way.
+func TestTwoUnknownSlotsThatAreWaitedForDoNotWaitForEachOther(t *testing.T) {
+	cfg := defaults()
+	for _, name := range []string{"a", "b"} {
+		cfg.Slots = append(cfg.Slots, server(name, 9000, func(c *SlotConfig) { c.CanTell = false }))
+	}
+	f := givenConfig(t, cfg, 16384)
+	f.free(2000) // one of them holds it
+	first := f.submit("a")
+	f.advance(time.Second)
+	second := f.submit("b")
+	f.probe("b", NotTold)
+	f.probe("a", NotTold)
+	f.requireUnloads("b")
+	f.evicted("b", 14000)
+	f.requireLoads("a")
+	f.loaded("a")
+	f.requireRunning(first)
+	f.requireWaiting(second)
+}
+
 func TestAnUnhealthySlotIsRefusedAtOnceAndSoAreItsQueuedJobs(t *testing.T) {
 	for _, c := range []struct {
 		name string
