@@ -83,6 +83,7 @@ routes: build ## random requests at every preset, ROUTES=10m, ROUTES_SEED=1, and
 .PHONY: race
 race: export GPU_BROKER_RACE := 1
 race: export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy-race
+race: export GORACE := atexit_sleep_ms=0# else each of hundreds of programs waits for a second before it ends
 # Without TestValidate…: dozens of commands that end before two goroutines of ours meet.
 race: bin/gotestsum ## tests under the race detector, end to end too
 	$(GO) build -race -o bin/caddy-race ./cmd/caddy

@@ -145,8 +145,9 @@ func tryAll(root, dir string) []verdict {
 		free <- struct{}{}
 		all.Go(func() {
 			defer func() { <-free }()
-			fmt.Fprintf(os.Stderr, "%s ...\n", m.name)
+			began := time.Now()
 			verdicts[i] = try(root, filepath.Join(dir, strconv.Itoa(i)), m)
+			fmt.Fprintf(os.Stderr, "%4.0f s  %s: %s\n", time.Since(began).Seconds(), m.folder(), m.name)
 		})
 	}
 	all.Wait()

@@ -95,6 +95,7 @@ func TestALargeBodyReachesTheFallbackWhole(t *testing.T) {
 }
 
 func TestPinPrimaryKeepsRequestsWhereTheyWereSent(t *testing.T) {
+	t.Parallel()
 	for name, s := range map[string]func(t *testing.T) *site{
 		"by the consumer": func(t *testing.T) *site { return ladderSite(t, "pin_primary", "") },
 		"by the route":    func(t *testing.T) *site { return ladderSite(t, "", "pin_primary") },

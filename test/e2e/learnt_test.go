@@ -339,21 +339,6 @@ func TestKilledCaddyLeavesAWholeFile(t *testing.T) {
 	require.NotContains(t, s.log(), "it is set aside")
 }
 
-func TestWhatWasLearntIsKeptWhileCaddyRuns(t *testing.T) {
-	t.Parallel()
-	s := start(t, layout{Consumers: pair()})
-	s.learns()
-	before := s.memories()
-	deadline := time.Now().Add(2 * time.Minute) // it is written once a minute
-	for len(learntFiles(t, s.dir)) == 0 {
-		require.True(t, time.Now().Before(deadline), "it was not written")
-		time.Sleep(100 * time.Millisecond)
-	}
-	s.kill()
-	s.again()
-	require.Equal(t, before, s.memories())
-}
-
 func TestCaddysThatShareAStorageHaveWhatTheyLearntApart(t *testing.T) {
 	t.Parallel()
 	shared := t.TempDir()

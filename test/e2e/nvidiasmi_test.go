@@ -58,6 +58,7 @@ func (f smi) does(t *testing.T, mode string) {
 
 // The eight outputs. What can be served is served, and nothing is refused for ever.
 func TestK6_WhateverNvidiaSMIPrintsWhatCanBeServedIsServed(t *testing.T) {
+	t.Parallel()
 	const (
 		good     = "row 0\nrow 1"
 		warning  = "echo 'WARNING: infoROM is corrupted at gpu 0000:00:00.0'\n"

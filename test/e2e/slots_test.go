@@ -50,6 +50,7 @@ func (s *site) slot(consumer, model string) (out broker.Slot) {
 }
 
 func TestModelsOfOneServerAreSlotsOfTheirOwn(t *testing.T) {
+	t.Parallel()
 	s := start(t, layout{Total: "12GiB", Consumers: []consumer{library(twoModels)}})
 	s.wants("/ollama/api/generate", "small")
 	require.Equal(t, "READY", s.slot("ollama", "small").State)
@@ -69,6 +70,7 @@ func TestModelsOfOneServerAreSlotsOfTheirOwn(t *testing.T) {
 }
 
 func TestAModelThatNobodyNamedIsAdoptedWithItsSize(t *testing.T) {
+	t.Parallel()
 	s := start(t, layout{Total: "12GiB", Consumers: []consumer{library(twoModels)}})
 	resp, err := http.Post(s.servers["ollama"].URL()+"/api/generate", "application/json", strings.NewReader(`{"model":"stranger"}`)) // past the broker
 	require.NoError(t, err)
@@ -88,6 +90,7 @@ func TestAModelThatNobodyNamedIsAdoptedWithItsSize(t *testing.T) {
 }
 
 func TestAConsumersVRAMIsWhatAModelTakesThatIsNotNamed(t *testing.T) {
+	t.Parallel()
 	s := start(t, layout{Total: "12GiB", Consumers: []consumer{library("vram 4GiB" + twoModels)}})
 	s.wants("/ollama/api/generate", "large")
 	s.wants("/ollama/api/generate", "stranger") // 10 + 4 do not fit
@@ -97,6 +100,7 @@ func TestAConsumersVRAMIsWhatAModelTakesThatIsNotNamed(t *testing.T) {
 }
 
 func TestAdminNamesModelsAndConsumers(t *testing.T) {
+	t.Parallel()
 	s := start(t, layout{Total: "24GiB", Consumers: []consumer{library(twoModels)}})
 	post := func(path string) int {
 		resp, err := http.Post("http://"+s.admin+"/gpu_broker/consumers/"+path, "", nil)
@@ -117,6 +121,7 @@ func TestAdminNamesModelsAndConsumers(t *testing.T) {
 }
 
 func TestModelsOfARouteForAllAreFoundByTheirNames(t *testing.T) {
+	t.Parallel()
 	s := start(t, layout{Total: "12GiB", Consumers: []consumer{library(twoModels), {Options: modelserver.Options{Name: "tts", VRAM: gib(1)}}}, Routes: `
 	handle_path /all/* {
 		gpu_broker {
@@ -134,6 +139,7 @@ func TestModelsOfARouteForAllAreFoundByTheirNames(t *testing.T) {
 }
 
 func TestConsumersThatShareAProcessAreLoadedAndUnloadedTogether(t *testing.T) {
+	t.Parallel()
 	s := start(t, layout{Total: "12GiB", Consumers: []consumer{
 		{Options: modelserver.Options{Name: "stt", VRAM: gib(6), LoadTime: 20 * time.Millisecond}, Lines: "vram 4GiB"},
 		{Options: modelserver.Options{Name: "llm", VRAM: gib(8), LoadTime: 20 * time.Millisecond}},
@@ -164,6 +170,7 @@ func TestConsumersThatShareAProcessAreLoadedAndUnloadedTogether(t *testing.T) {
 }
 
 func TestAConsumerThatGetsModelsKeepsWhatItHasLoaded(t *testing.T) {
+	t.Parallel()
 	s := start(t, layout{Total: "24GiB", Consumers: []consumer{library("vram 10GiB")}})
 	s.wants("/ollama/api/generate", "small")
 	unloads := s.servers["ollama"].Stats().Unloads
@@ -181,6 +188,7 @@ func TestAConsumerThatGetsModelsKeepsWhatItHasLoaded(t *testing.T) {
 }
 
 func TestAModelThatDoesNotComeWhollyOntoTheGPUIsNotServedFromTheCPU(t *testing.T) {
+	t.Parallel()
 	c := library(`
 		require_full_gpu
 		model small {
@@ -213,6 +221,7 @@ func TestAModelThatDoesNotComeWhollyOntoTheGPUIsNotServedFromTheCPU(t *testing.T
 }
 
 func TestRequireFullGPUNeedsModelsThatTheBrokerLoads(t *testing.T) {
+	t.Parallel()
 	s := start(t, layout{Total: "12GiB", Consumers: []consumer{library(twoModels)}})
 	bad := strings.Replace(s.caddyfileNow(), twoModels, "vram 9GiB\nrequire_full_gpu\n", 1)
 	a := s.adminDo("POST", "/load", "text/caddyfile", bad)
