@@ -64,7 +64,7 @@ e2e: build bin/gotestsum ## end to end through a real Caddy, the demo's own line
 bench: build bin/gotestsum ## every bound on time, with the figures, and all benchmarks
 	$(TEST) -count=1 -p 1 -parallel 1 -run '^TestAlone' . ./broker/... ./scheduler/... ./simulate/... ./lifecycle/process/... ./test/e2e/...
 	@grep -hoE '"Output":" +[a-z]+_test.go:[^"]*' $(RESULTS)/$@.json | cut -d'"' -f4 | sed 's/\\n$$//; s/\\t/ /g'
-	$(GO) test -run '^$$' -bench . -benchmem -benchtime 0.3s $(UNIT) | grep -E '^(Benchmark|FAIL|panic)'
+	$(GO) test -run '^$$' -bench . -benchmem -benchtime 0.3s $$(grep -rl --include='*_test.go' '^func Benchmark' . | xargs dirname | sort -u) | grep -E '^(Benchmark|FAIL|panic)'
 
 # With the race detector: make soak GPU_BROKER_RACE=1 GPU_BROKER_CADDY=$PWD/bin/caddy-race, once make race has built it.
 SOAK ?= 3m
@@ -83,7 +83,7 @@ routes: build ## random requests at every preset, ROUTES=10m, ROUTES_SEED=1, and
 .PHONY: race
 race: export GPU_BROKER_RACE := 1
 race: export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy-race
-race: export GORACE := atexit_sleep_ms=0# else each of hundreds of programs waits for a second before it ends
+race: export GORACE := atexit_sleep_ms=0# by default each program waits for a second at its end
 # Without TestValidate…: dozens of commands that end before two goroutines of ours meet.
 race: bin/gotestsum ## tests under the race detector, end to end too
 	$(GO) build -race -o bin/caddy-race ./cmd/caddy

@@ -39,8 +39,8 @@ import (
 	"time"
 )
 
-// properties matches the tests that are random histories; the others are tables.
-const properties = "^(TestRandomHistoriesKeepTheRules|TestHonestServersNeverRunOutOfMemory)$"
+// properties matches the tests of the scheduler that are random histories, which take the longest; the others are tables.
+const properties = "^(TestRandomHistoriesKeepTheRules|TestHonestServersNeverRunOutOfMemory|TestAnOlderJobIsPassedByNone.*|TestALadderNeverLeadsToAColdFallback)$"
 
 // limit bounds the tests of one mutant.
 const limit = 2 * time.Minute
