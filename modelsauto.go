@@ -18,8 +18,8 @@ import (
 func (j *job) automatic(r *http.Request, name string, sure bool) (t *target, listed []string, err error) {
 	h, m := j.handler, j.handler.byModel
 	silent, why, starts, elsewhere := "", "", "", ""
-	for _, consumer := range m.auto {
-		switch offer := h.pool.broker.Offer(r.Context(), consumer, name); offer.Known {
+	for i, offer := range h.pool.broker.Offers(r.Context(), m.auto, name) {
+		switch consumer := m.auto[i]; offer.Known {
 		case lifecycle.Yes:
 			return j.takes(name, h.targets[consumer], offer.As, ""), nil, nil
 		case lifecycle.No:
@@ -66,9 +66,9 @@ func (m *byModel) answerList(r *http.Request, h *Handler) (body []byte, name str
 		return m.lists.Answer(r)
 	}
 	all := slices.Clone(m.listed)
-	for _, consumer := range m.auto {
-		c := h.app.consumer(consumer)
-		for _, model := range h.pool.broker.Catalog(r.Context(), consumer) {
+	for i, models := range h.pool.broker.Catalogs(r.Context(), m.auto) {
+		c := h.app.consumer(m.auto[i])
+		for _, model := range models {
 			if _, named := m.names.Lookup(model.Name); !named && !slices.ContainsFunc(all, func(l routing.Listed) bool { return l.Name == model.Name }) {
 				all = append(all, routing.Listed{Name: strings.Clone(model.Name), Size: int64(c.VRAM), Since: began, Unlisted: c.Unlisted})
 			}

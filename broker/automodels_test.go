@@ -94,13 +94,13 @@ func TestWhatAServerListedIsKnownWhileItIsDown(t *testing.T) {
 		pass(catalogRest)
 		require.Equal(t, Offer{Silent: "connection refused"}, offers("z"), "it may have come meanwhile")
 		require.Equal(t, Offer{Known: lifecycle.Yes, As: "y"}, offers("y"))
-		require.Equal(t, m.lists, w.Catalog(t.Context(), "m"))
+		require.Equal(t, m.lists, w.Catalogs(t.Context(), []string{"m"})[0])
 
 		m.mu.Lock()
 		m.down, m.lists = false, m.lists[:1]
 		m.mu.Unlock()
 		pass(catalogRest)
-		require.Equal(t, m.lists, w.Catalog(t.Context(), "m"))
+		require.Equal(t, m.lists, w.Catalogs(t.Context(), []string{"m"})[0])
 		require.Equal(t, lifecycle.No, offers("y").Known)
 
 		w.mu.Lock() // x was deleted since, and a load has just shown it
@@ -109,6 +109,57 @@ func TestWhatAServerListedIsKnownWhileItIsDown(t *testing.T) {
 		require.Equal(t, lifecycle.No, offers("x").Known, "the list is older")
 		pass(missingFor)
 		require.Equal(t, lifecycle.Yes, offers("x").Known, "it is asked anew")
+	})
+}
+
+// stuckServer is a catalogServer that answers after a while, if at all.
+type stuckServer struct {
+	*catalogServer
+	after time.Duration
+}
+
+func (s *stuckServer) Open(lifecycle.Deps) (lifecycle.Driver, error) { return s, nil }
+func (s *stuckServer) Catalog(ctx context.Context) ([]lifecycle.Model, error) {
+	select {
+	case <-time.After(s.after):
+		return s.lists, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// One that hangs delays a name that nobody is known to have, once, and no other name.
+func TestServersAreAskedForTheirModelsSideBySide(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		other := server("n", gpu.GiB)
+		other.AutoModels = true
+		w, first := automatic(t, other)
+		defer w.Close()
+		w.servers["n"].traits = w.servers["m"].traits
+		w.gen.Lifecycles["m"] = &stuckServer{&catalogServer{modelServer: first}, time.Hour}
+		w.gen.Lifecycles["n"] = &stuckServer{&catalogServer{modelServer: &modelServer{fakeServer: w.servers["n"]}, lists: []lifecycle.Model{{Name: "x"}}}, time.Second}
+		require.NoError(t, w.Push(w.gen))
+		limit := w.consumers["m"].probeTimeout
+		require.Greater(t, limit, time.Second)
+		takes := func(want time.Duration, do func()) {
+			t.Helper()
+			began := time.Now()
+			do()
+			require.Equal(t, want, time.Since(began))
+		}
+		both := []string{"m", "n"}
+		has := []Offer{{}, {Known: lifecycle.Yes, As: "x"}}
+		takes(limit, func() { require.Equal(t, has, w.Offers(t.Context(), both, "x")) })
+		takes(0, func() { require.Equal(t, has, w.Offers(t.Context(), both, "x")) })
+		pass(catalogRest)
+		takes(0, func() { require.Equal(t, has, w.Offers(t.Context(), both, "x")) })
+		takes(limit, func() {
+			require.Equal(t, []Offer{{}, {Known: lifecycle.No, Listed: []string{"x"}}}, w.Offers(t.Context(), both, "y"))
+		})
+		pass(catalogRest)
+		takes(limit, func() {
+			require.Equal(t, [][]lifecycle.Model{nil, {{Name: "x"}}}, w.Catalogs(t.Context(), both))
+		})
 	})
 }
 

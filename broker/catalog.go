@@ -55,11 +55,31 @@ func (b *Broker) Offer(ctx context.Context, consumer, model string) Offer {
 	if !stale {
 		return offer
 	}
-	if !b.refresh(ctx, consumer) {
+	if !wait(ctx, b.ask(consumer)) {
 		return Offer{}
 	}
 	offer, _ = b.offered(consumer, model)
 	return offer
+}
+
+// Offers is Offer of several consumers, up to the first whose server has the model. Where one is known to have it no server is
+// asked; else all are at once, so that one that doesn't answer delays the others by no more than its own time-out.
+func (b *Broker) Offers(ctx context.Context, consumers []string, model string) []Offer {
+	offers := make([]Offer, len(consumers))
+	for i, consumer := range consumers {
+		if offers[i], _ = b.offered(consumer, model); offers[i].Known == lifecycle.Yes {
+			return offers[:i+1]
+		}
+	}
+	for _, consumer := range consumers {
+		b.ask(consumer)
+	}
+	for i, consumer := range consumers {
+		if offers[i] = b.Offer(ctx, consumer, model); offers[i].Known == lifecycle.Yes {
+			return offers[:i+1]
+		}
+	}
+	return offers
 }
 
 // offered is Offer as far as is known without asking. stale reports that asking would tell more.
@@ -104,45 +124,58 @@ func (b *Broker) offered(consumer, model string) (_ Offer, stale bool) {
 	return offer, false
 }
 
-// Catalog returns the models that the server of a consumer could load, as it said at most a few seconds ago, or last if it does
-// not answer now; nil: it never has.
-func (b *Broker) Catalog(ctx context.Context, consumer string) []lifecycle.Model {
-	b.refresh(ctx, consumer)
+// Catalogs returns for each of several consumers the models that its server could load, as it said at most a few seconds ago, or
+// last if it does not answer now; nil: it never has. It asks all servers at once.
+func (b *Broker) Catalogs(ctx context.Context, consumers []string) [][]lifecycle.Model {
+	answers := make([]<-chan struct{}, len(consumers))
+	for i, consumer := range consumers {
+		answers[i] = b.ask(consumer)
+	}
+	catalogs := make([][]lifecycle.Model, len(consumers))
+	for i, consumer := range consumers {
+		wait(ctx, answers[i])
+		b.mu.Lock()
+		if c := b.consumers[consumer]; c != nil {
+			catalogs[i] = slices.Clone(c.real().catalog.models)
+		}
+		b.mu.Unlock()
+	}
+	return catalogs
+}
+
+// answeredLately is what ask returns where there is nothing to wait for.
+var answeredLately = func() chan struct{} { c := make(chan struct{}); close(c); return c }()
+
+// ask asks a server for its catalog unless that was done a moment ago. One question is under way at a time, whoever waits
+// for it. What it returns is closed once that is answered; nil: there is nobody to be asked.
+func (b *Broker) ask(consumer string) <-chan struct{} {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	c := b.consumers[consumer]
-	if c == nil {
-		return nil
-	}
-	return slices.Clone(c.real().catalog.models)
-}
-
-// refresh asks a server for its catalog unless that was done a moment ago. One question is under way at a time, whoever waits
-// for it. It returns once that is answered; false: ctx ended before, or there is nobody to be asked.
-func (b *Broker) refresh(ctx context.Context, consumer string) bool {
-	b.mu.Lock()
-	c := b.consumers[consumer]
 	if c == nil || b.closed {
-		b.mu.Unlock()
-		return false
+		return nil
 	}
 	c = c.real()
 	asker, can := c.driver.(lifecycle.Cataloguer)
-	if !can || !c.traits.Catalog {
-		b.mu.Unlock()
+	switch {
+	case !can || !c.traits.Catalog:
+		return nil
+	case c.catalog.asking != nil:
+	case time.Since(c.catalog.at) < catalogRest:
+		return answeredLately
+	default:
+		asking := make(chan struct{})
+		c.catalog.asking = asking
+		b.tasks.Go(func() { b.askCatalog(c, asker, c.probeTimeout, asking) })
+	}
+	return c.catalog.asking
+}
+
+// wait waits until a question is answered. It reports false if nobody is asked, or ctx has ended before.
+func wait(ctx context.Context, answered <-chan struct{}) bool {
+	if answered == nil {
 		return false
 	}
-	if c.catalog.asking == nil && time.Since(c.catalog.at) < catalogRest {
-		b.mu.Unlock()
-		return true
-	}
-	answered := c.catalog.asking
-	if answered == nil {
-		answered = make(chan struct{})
-		c.catalog.asking = answered
-		b.tasks.Go(func() { b.askCatalog(c, asker, c.probeTimeout, answered) })
-	}
-	b.mu.Unlock()
 	select {
 	case <-answered:
 		return true

@@ -229,7 +229,7 @@ func (b *Broker) probe(ctx context.Context, name string, driver lifecycle.Driver
 	sent := time.Now()
 	r := driver.Probe(pctx)
 	if b.strange(name, r.Models) {
-		b.refresh(pctx, name)
+		wait(pctx, b.ask(name))
 	}
 	if ctx.Err() != nil {
 		return
