@@ -313,7 +313,7 @@ func TestARouteThatMustChangeBodiesCannotStreamThem(t *testing.T) {
 		for word, value := range change {
 			model[word] = value
 		}
-		_, ctx := newApp(t, map[string]any{"name": "a", "upstream": "127.0.0.1:1", "models": []any{model}, "model_from": []any{map[string]any{"source": "header", "name": "X-Model"}}})
+		_, ctx := newApp(t, map[string]any{"name": "a", "upstream": "127.0.0.1:1", "models": []any{model}, "lifecycle": map[string]any{"protocol": "http", "unload": map[string]any{"path": "/unload/{model}"}}, "model_from": []any{map[string]any{"source": "header", "name": "X-Model"}}})
 		for _, route := range []gpucaddyfile.Route{
 			{Consumer: "a", StreamBody: true},
 			{StreamBody: true, ModelFrom: []config.ModelFrom{{Source: config.FromHeader, Name: "X-Model"}}},
