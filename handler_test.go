@@ -23,6 +23,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
 	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 )
 
 // TestMain keeps what Caddy writes about its instance out of the home folder.
@@ -325,5 +326,102 @@ func TestARouteThatMustChangeBodiesCannotStreamThem(t *testing.T) {
 			}
 			require.ErrorContains(t, err, "stream_body passes bodies on unread, but set, default and strip")
 		}
+	}
+}
+
+func TestTheRoutesHeadersWinOverTheBrokers(t *testing.T) {
+	for _, c := range []struct {
+		broker, route string
+		want          bool
+	}{{"", "", true}, {"off", "", false}, {"off", "on", true}, {"", "off", false}, {"on", "", true}} {
+		app, ctx := newApp(t, map[string]any{"name": "a", "vram": "1GiB"})
+		app.Headers = c.broker
+		require.NoError(t, app.Start())
+		h := &Handler{Route: gpucaddyfile.Route{Consumer: "a", Headers: c.route}}
+		require.NoError(t, h.Provision(ctx))
+		w, r := request("GET", "/work")
+		require.NoError(t, h.ServeHTTP(w, r, nothing))
+		require.Equal(t, c.want, w.Header().Get("X-Gpu-Broker-Consumer") == "a", "%+v", c)
+		require.Equal(t, c.want, w.Header().Get("Server-Timing") != "", "%+v", c)
+	}
+}
+
+func TestABodyAboveItsBoundIsRefusedUnread(t *testing.T) {
+	for _, c := range []struct {
+		broker, route gpu.Bytes
+		status        int
+	}{{10, 0, 200}, {9, 0, 413}, {9, 10, 200}, {99, 9, 413}} {
+		app, ctx := newApp(t, map[string]any{"name": "a", "vram": "1GiB"})
+		app.MaxBody = c.broker
+		require.NoError(t, app.Start())
+		h := &Handler{Route: gpucaddyfile.Route{Consumer: "a", MaxBody: c.route}}
+		require.NoError(t, h.Provision(ctx))
+		w, r := post("POST", "/work", "0123456789")
+		if c.status != 200 {
+			r.Body = bodyFunc(func() error {
+				t.Error("it is read")
+				return nil
+			})
+		}
+		require.NoError(t, h.ServeHTTP(w, r, nothing))
+		require.Equal(t, c.status, w.Code, "%+v", c)
+		if c.status == 413 {
+			require.Contains(t, w.Body.String(), "body_too_large")
+		}
+		w, r = post("POST", "/work", "0123456789") // of unknown length
+		r.ContentLength = -1
+		require.NoError(t, h.ServeHTTP(w, r, nothing))
+		require.Equal(t, c.status, w.Code, "%+v", c)
+	}
+}
+
+// A trailer that frames the message comes too late to be one, and no server may get it.
+func TestABodyWhoseTrailersAreNoneIsRefused(t *testing.T) {
+	h := newHandler(t)
+	w, r := post("POST", "/work", "abc")
+	r.Trailer = http.Header{"Content-Length": nil}
+	require.NoError(t, h.ServeHTTP(w, r, caddyhttpHandler(func() { t.Error("its server gets it") })))
+	require.Equal(t, http.StatusBadRequest, w.Code)
+	w, r = post("POST", "/work", "abc")
+	r.Trailer = http.Header{"X-Checksum": nil}
+	require.NoError(t, h.ServeHTTP(w, r, nothing))
+	require.Equal(t, http.StatusOK, w.Code)
+
+	h.StreamBody = true // then they are known once it was passed on
+	for _, failed := range []error{nil, caddyhttp.Error(http.StatusBadGateway, errors.New("invalid trailer"))} {
+		w, r = post("POST", "/work", "abc")
+		require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(_ http.ResponseWriter, inner *http.Request) error {
+			inner.Trailer = http.Header{"Content-Length": nil}
+			r.Trailer = inner.Trailer
+			return failed
+		})))
+		require.Equal(t, failed != nil, w.Code == http.StatusBadRequest, "%d of %v", w.Code, failed)
+	}
+	w, r = post("POST", "/work", "abc")
+	broke := errors.New("the rest did not come")
+	require.ErrorIs(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
+		w.WriteHeader(http.StatusOK)
+		r.Trailer = http.Header{"Content-Length": nil}
+		return broke
+	})), broke, "an answer has begun")
+}
+
+func TestAMaxRunOfTheRouteBoundsTheRun(t *testing.T) {
+	for _, bound := range []time.Duration{time.Hour, 0} { // in which the consumer's does not count
+		app, ctx := newApp(t, map[string]any{"name": "a", "vram": "1GiB", "max_run": "1m"})
+		require.NoError(t, app.Start())
+		d := caddy.Duration(bound)
+		h := &Handler{Route: gpucaddyfile.Route{Consumer: "a", MaxRun: &d}}
+		require.NoError(t, h.Provision(ctx))
+		w, r := request("GET", "/work")
+		require.NoError(t, h.ServeHTTP(w, r, nothing)) // the one that loads has a deadline of its own
+		w, r = request("GET", "/work")
+		require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) error {
+			at, bounded := r.Context().Deadline()
+			require.Equal(t, bound > 0, bounded)
+			require.True(t, !bounded || time.Until(at) > time.Minute)
+			return nil
+		})))
+		require.Equal(t, http.StatusOK, w.Code)
 	}
 }

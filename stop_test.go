@@ -1,0 +1,68 @@
+package gpubroker
+
+import (
+	"net/http/httptest"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
+	zaptest "go.uber.org/zap/zaptest/observer"
+
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
+	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
+)
+
+func TestAStopRefusesWhatIsNewAndCutsWhatRunsAfterItsGrace(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := &pooled{broker: broker.New()}
+		defer p.broker.Close()
+		runs := new(job)
+		runs.ResponseWriter = httptest.NewRecorder()
+		ended := 0
+		runs.abort = func() { ended++ }
+		p.running.add(runs, answering)
+		core, logs := zaptest.New(zap.WarnLevel)
+		p.stop(time.Second, zap.New(core))
+		require.Error(t, p.broker.Ending("a"), "nothing is read for it any more")
+		pass(time.Second - 1)
+		require.Zero(t, ended)
+		pass(1 + 2*cutAgain)
+		synctest.Wait()
+		require.Equal(t, 3, ended, "it is cut until it is gone")
+		require.True(t, runs.isCut.Load())
+		require.Equal(t, 1, logs.Len(), "which is said once")
+		require.EqualValues(t, 1, logs.All()[0].ContextMap()["requests"])
+		p.running.remove(runs)
+		pass(time.Minute)
+		synctest.Wait()
+		require.Equal(t, 3, ended)
+		p.grace.stop()
+	})
+}
+
+func TestAStopThatFindsNothingRunningSaysNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := &pooled{broker: broker.New()}
+		defer p.broker.Close()
+		core, logs := zaptest.New(zap.DebugLevel)
+		p.stop(time.Second, zap.New(core))
+		pass(time.Minute)
+		synctest.Wait()
+		require.Zero(t, logs.Len())
+		p.grace.stop()
+	})
+}
+
+func TestABodyIsNotReadForAProcessThatEnds(t *testing.T) {
+	h := newHandlerOf(t, gpucaddyfile.Route{Consumer: "a"})
+	h.pool.broker.StopAdmitting()
+	w, r := post("POST", "/work", "abc")
+	r.Body = bodyFunc(func() error {
+		t.Error("it is read")
+		return nil
+	})
+	require.NoError(t, h.ServeHTTP(w, r, nothing))
+	require.Equal(t, "draining", document(t, w).Code)
+}
