@@ -112,12 +112,6 @@ func (j *job) Write(p []byte) (int, error) {
 
 // ReadFrom notes that there is an answer, as Write does.
 func (j *job) ReadFrom(r io.Reader) (int64, error) {
-	if j.status == 0 {
-		j.begin(http.StatusOK)
-	}
-	if j.isCut.Load() {
-		return 0, errCut
-	}
 	return io.Copy(struct{ io.Writer }{j}, r) // Write looks at it
 }
 
