@@ -125,7 +125,7 @@ const maxNamedBody = 64 << 10
 
 // looksForName reports whether a request that needs no GPU, of a route with one consumer, is read for the name of a model.
 func (h *Handler) looksForName(t *target, r *http.Request) bool {
-	return h.plan != nil && h.fixed == t && !h.StreamBody && 0 < r.ContentLength && r.ContentLength <= maxNamedBody && hasBody(r) && t.NamesModel(r)
+	return h.plan != nil && h.fixed == t && !h.StreamBody && 0 < r.ContentLength && r.ContentLength <= min(maxNamedBody, h.maxBody) && hasBody(r) && t.NamesModel(r)
 }
 
 // readName reads which model a request names that needs no GPU, so that translate can put the name in its place by which the server knows it.

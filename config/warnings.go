@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
@@ -107,6 +108,9 @@ func (f *faults) doubtConsumer(who string, c *Consumer, byName map[string]*Consu
 	}
 	if !c.Pin && ownIdle > 0 && ownIdle < time.Duration(c.KeepAlive) {
 		f.advise(who, "its idle_timeout %s is shorter than its keep_alive %s, which wins", ownIdle, time.Duration(c.KeepAlive))
+	}
+	if c.HasModels() && len(c.Alias) > 0 {
+		f.warn(who, "its alias %s stands for none of its models, so requests for it get 404: write alias in the block of the model that is meant", strings.Join(c.Alias, ", "))
 	}
 	if c.PinPrimary && len(c.Fallback) > 0 {
 		f.warn(who, "it has fallback and pin_primary, which never takes a fallback: leave one of them out")

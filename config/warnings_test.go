@@ -63,6 +63,8 @@ func TestN5_SettingsThatContradictEachOtherAreWarnedOf(t *testing.T) {
 		a(`"pin":true},{"name":"b","vram":"1GiB","conflicts_with":["a"]`):  `consumer "b": conflicts_with names a, which is pinned`,
 		a(`"vram_managed":true,"models":[{"name":"m","pin":true}]`):        `model "m": it has pin, and its consumer vram_managed`,
 		a(`"models":[{"name":"m","pin":true,"idle_timeout":1000000000}]`):  `model "m": it is pinned and has idle_timeout 1s`,
+		a(`"alias":["x","y-*"],"models":[{"name":"m"}]`):                   `consumer "a": its alias x, y-* stands for none of its models`,
+		a(`"alias":["x"],"auto_models":true`):                              `consumer "a": its alias x stands for none of its models`,
 		`{"max_body":"1GiB","max_buffered":"512MiB"}`:                      `max_body 1GiB is above max_buffered 512MiB`,
 	} {
 		got := resolved(t, doc).Warnings()

@@ -104,6 +104,27 @@ func TestK2_RoutesOfUIsThatRunModelsNeedTheGPUAndThoseThatEndThemAreRefused(t *t
 	}
 }
 
+// A WebSocket has no body, and a route that a list knows by its parameter names its model there.
+func TestK2_PresetsLookForAModelsNameWhereTheirRoutesHaveIt(t *testing.T) {
+	var inQuery []string
+	for _, name := range presets.Names() {
+		consumer, _ := read(t, name)
+		if text := string(consumer.LifecycleRaw); !strings.Contains(text, "{model}") && !strings.Contains(text, "{item}") { // its models can't be told apart
+			continue
+		}
+		for _, route := range consumer.GPURoutes {
+			if !strings.HasSuffix(route, "/v1/realtime") && !strings.HasSuffix(route, "?model") {
+				continue
+			}
+			inQuery = append(inQuery, name)
+			assert.Contains(t, consumer.ModelFrom, config.ModelFrom{Source: config.FromQuery, Name: "model"}, "%s: %s", name, route)
+			assert.Contains(t, consumer.ModelFrom, config.ModelFrom{Source: config.FromBody}, "%s: its other routes name it there", name)
+			break
+		}
+	}
+	assert.Equal(t, []string{"llama-swap", "llamacpp-router", "localai", "speaches"}, inQuery)
+}
+
 // Express, which takes paths in any case and with a slash at the end, answers for LM Studio.
 func TestH3_LMStudiosRoutesAreMatchedAsExpressMatchesThem(t *testing.T) {
 	consumer, _ := read(t, "lmstudio")

@@ -19,7 +19,8 @@ func TestN3_AnAliasIsTranslatedInRequestsThatNeedNoGPU(t *testing.T) {
 			{Options: modelserver.Options{Name: "llama", VRAM: gib(2)}, Lines: "alias x\nsend_as tuned\nbypass POST /tokenize\nnamed_routes POST /tokenize"},
 		},
 		Routes: "handle_path /one/* {\ngpu_broker ollama\nreverse_proxy " + rec.addr + "\n}\n" +
-			"handle_path /two/* {\ngpu_broker llama\nreverse_proxy " + rec.addr + "\n}",
+			"handle_path /two/* {\ngpu_broker llama\nreverse_proxy " + rec.addr + "\n}\n" +
+			"handle_path /three/* {\ngpu_broker ollama {\nmax_body 1000B\n}\nreverse_proxy " + rec.addr + "\n}",
 	})
 	get := func(path, kind, body string) string {
 		t.Helper()
@@ -43,6 +44,10 @@ func TestN3_AnAliasIsTranslatedInRequestsThatNeedNoGPU(t *testing.T) {
 	}
 	require.Equal(t, `{"model":"llama3.2:3b"}`, get("/one/api/show", "application/x-www-form-urlencoded", `{"model":"gpt-4o-mini"}`), "as curl -d sends it")
 	require.Equal(t, `{"model":"tuned","content":"a"}`, get("/two/tokenize", "application/json", `{"model":"x","content":"a"}`))
+
+	// Nor is one that is larger than what the route takes where it reads.
+	require.Equal(t, `{"model":"gpt-4o-mini","a":"`+large[:1000]+`"}`, get("/three/api/show", "application/json", `{"model":"gpt-4o-mini","a":"`+large[:1000]+`"}`))
+	require.Equal(t, `{"model":"llama3.2:3b"}`, get("/three/api/show", "application/json", `{"model":"gpt-4o-mini"}`))
 
 	// What can't be read is its server's to judge.
 	for _, sent := range []string{`{"model":"gpt-4o-mini"`, `{"model":"gpt-4o-mini","model":"q"}`, "\x00{"} {

@@ -3,11 +3,13 @@ package e2e
 import (
 	"bytes"
 	"net/http"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 )
@@ -77,4 +79,29 @@ func TestN3_ACloudFallbackIsAskedByItsOwnName(t *testing.T) {
 		require.Contains(t, d.Reason, "hosted, which is warm")
 	}
 	require.Contains(t, string(s.adminDo("GET", "/metrics", "", "").body), `caddy_gpu_broker_fallbacks_total{consumer="llama",to="hosted"} 2`)
+}
+
+// A WebSocket names its model in the query, on a route of its own server, too.
+func TestN3_AWebSocketGetsTheModelThatItsQueryNames(t *testing.T) {
+	t.Parallel()
+	rec := newRecorder(t)
+	models := map[string]float64{"small": 3, "other": 2}
+	s := start(t, layout{
+		Consumers: []consumer{
+			shelf("localai", modelserver.LocalAI, "model small {\nvram 3GiB\nalias gpt-4o-realtime\n}\nmodel other {\nvram 2GiB\n}", models),
+			shelf("speaches", modelserver.Speaches, "vram 3GiB\nmodel small {\nalias gpt-4o-realtime\n}", models), // one model, and others that are not named
+		},
+		Routes: "handle_path /one/* {\ngpu_broker localai\nreverse_proxy " + rec.addr + "\n}\nhandle_path /two/* {\ngpu_broker speaches\nreverse_proxy " + rec.addr + "\n}",
+	})
+	for route, consumer := range map[string]string{"one": "localai", "two": "speaches"} {
+		for _, model := range []string{"other", "small", "gpt-4o-realtime"} {
+			socket := http.Header{"Connection": {"Upgrade"}, "Upgrade": {"websocket"}}
+			s.sending("GET", "/"+route+"/v1/realtime?model="+model+"&language=en", socket, nil).servedBy(t, consumer)
+			require.Equal(t, "/v1/realtime?model="+strings.Replace(model, "gpt-4o-realtime", "small", 1)+"&language=en", rec.next(t).uri)
+			if model == "other" {
+				require.Equal(t, "READY", s.slot(consumer, "other").State, "what was asked for is loaded, and nothing else")
+				require.Empty(t, slices.DeleteFunc(s.status().Consumers[consumer].Slots, func(sl broker.Slot) bool { return sl.Model == "other" || sl.State == "IDLE" }))
+			}
+		}
+	}
 }
