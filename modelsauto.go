@@ -63,16 +63,31 @@ func untold(consumer, name, why string) error {
 // answerList is the answer to a request for a list of models, or for one of a list; nil: there is no model of that name.
 func (m *byModel) answerList(r *http.Request, h *Handler) (body []byte, name string) {
 	if len(m.auto) == 0 {
-		return m.lists.Answer(r)
+		return m.answer(m.lists, r)
 	}
-	all := slices.Clone(m.listed)
+	all, seen := slices.Clone(m.listed), map[string]bool{}
+	for i := range all {
+		seen[all[i].Name] = true
+	}
 	for i, models := range h.pool.broker.Catalogs(r.Context(), m.auto) {
 		c := h.app.consumer(m.auto[i])
 		for _, model := range models {
-			if _, named := m.names.Lookup(model.Name); !named && !slices.ContainsFunc(all, func(l routing.Listed) bool { return l.Name == model.Name }) {
+			if _, named := m.names.Lookup(model.Name); !named && !seen[model.Name] {
+				seen[model.Name] = true
 				all = append(all, routing.Listed{Name: strings.Clone(model.Name), Size: int64(c.VRAM), Since: began, Unlisted: c.Unlisted})
 			}
 		}
 	}
-	return routing.NewLists(all).Answer(r)
+	return m.answer(routing.NewLists(all), r)
+}
+
+// answer is lists' answer to a request. A model is shown by any name by which it would be served, however that is spelled.
+func (m *byModel) answer(lists *routing.Lists, r *http.Request) (body []byte, name string) {
+	body, name = lists.Answer(r)
+	if body == nil {
+		if who, ok := m.names.Lookup(name); ok {
+			body = lists.Entry(cmp.Or(who.Model, who.Consumer))
+		}
+	}
+	return body, name
 }

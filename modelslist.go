@@ -50,7 +50,7 @@ var ofTheServers = []string{"Content-Length", "Etag", "Last-Modified", "Accept-R
 // ownEntry is the entry of a model that is asked for by a configured name that its server does not know; nil: there is none.
 func (j *job) ownEntry(r *http.Request) []byte {
 	m := j.handler.byModel
-	body, name := m.lists.Answer(r)
+	body, name := m.answer(m.lists, r)
 	who, ok := m.names.Lookup(name)
 	if name == "" || !ok || j.handler.app.modelNames[who.Consumer].Same(name, who.Model) {
 		return nil

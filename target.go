@@ -117,12 +117,7 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 		if t.Starts(r) {
 			return j.serve(w, r, next)
 		}
-		if h.asksForList(r) { // its first request starts it
-			if body, _ := h.byModel.answerList(r, h); body != nil {
-				return j.answerOwn(w, r, body)
-			}
-		}
-		return j.fail(w, r, notRunning(t.name))
+		return j.notRunning(w, r)
 	case need == config.NeedsTouch:
 		h.pool.broker.Touch(t.name)
 	}
@@ -147,9 +142,20 @@ func (j *job) pass(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 		return j.fail(w, r, f)
 	}
 	if t.starts { // it has just been started, or is being stopped
-		return j.fail(w, r, notRunning(t.name))
+		return j.notRunning(w, r)
 	}
 	return err
+}
+
+// notRunning answers a request that needs no GPU in the place of a server that the broker starts and that does not listen now. It lists the
+// models of the server, of which a request for one starts it, and refuses everything else.
+func (j *job) notRunning(w http.ResponseWriter, r *http.Request) error {
+	if h := j.handler; h.asksForList(r) {
+		if body, _ := h.byModel.answerList(r, h); body != nil {
+			return j.answerOwn(w, r, body)
+		}
+	}
+	return j.fail(w, r, notRunning(j.target.name))
 }
 
 // notRunning is the error for a request that needs no GPU, and would not start the server that it is for.

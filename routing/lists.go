@@ -140,6 +140,9 @@ func isListPath(path string) bool {
 	return path == openAIPath || strings.TrimRight(path, "/") == ollamaPath || strings.HasPrefix(path, openAIPath+"/")
 }
 
+// Entry is the answer to a request for the model that is listed by this name; nil: there is none.
+func (l *Lists) Entry(name string) []byte { return l.each[name] }
+
 // Answer is the answer, in JSON, to a request that IsList; nil: it asks for the model of that name, and there is none.
 func (l *Lists) Answer(r *http.Request) (body []byte, name string) {
 	switch path := r.URL.Path; strings.TrimRight(path, "/") {

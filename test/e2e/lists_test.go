@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"net/http"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -97,4 +98,27 @@ func TestN3_AListOfOtherServersShowsAliasesToo(t *testing.T) {
 			require.Empty(t, resp.Header.Get("Content-Encoding"))
 		})
 	}
+}
+
+func TestN3_AModelIsShownByASpellingThatItsServerTakesForItsName(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{
+		Consumers: []consumer{shelf("ollama", modelserver.Ollama, "model llama3.2:3b {\nvram 3GiB\nalias \"My Model\"\n}", map[string]float64{"llama3.2:3b": 3})},
+		Routes:    "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
+	})
+	for name, want := range map[string]string{"Llama3.2:3B": "llama3.2:3b", "library/llama3.2:3b": "llama3.2:3b", "ollama%2Fllama3.2:3b": "llama3.2:3b", "my%20model": "llama3.2:3b"} {
+		require.Equal(t, want, jsonField(t, s.get("/all/v1/models/"+name), "id"), name)
+	}
+	require.Equal(t, "llama3.2:3b", jsonField(t, s.get("/ollama/v1/models/my%20model"), "id"), "its server knows no such name")
+}
+
+// A list is asked for again and again by a page that waits for its server.
+func TestAListOfModelsIsThereWhileItsServerStarts(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Global: strings.Replace(startedRouter(t, "model small {\nalias gpt-4o-mini\n}"), "process ", "process sh -c \"sleep 1; exec \\\"$@\\\"\" sh ", 1), Routes: allAndLLM})
+	chat := s.goCtx(t.Context(), "POST", "/llm/v1/chat/completions", `{"model":"gpt-4o-mini","messages":[{"role":"user","content":"a"}]}`)
+	s.until("its process runs", func() bool { p := s.status().Consumers["llm"].Process; return p != nil && p.Running })
+	require.Equal(t, []string{"gpt-4o-mini", "small"}, s.listed("/llm/v1/models"))
+	s.get("/llm/health").refused(t, 503, "not_running")
+	require.Equal(t, 200, s.await(chat).status)
 }
