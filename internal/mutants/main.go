@@ -5,8 +5,8 @@
 //
 //	go run ./internal/mutants [-histories] [-only broker]
 //
-// The table tests run first, until one fails; the random histories only where
-// none does, or with -histories, which tells how much these find by themselves.
+// The tests that a fault names run, or the table tests of its package until one fails, and the random histories where
+// none does; with -histories these run on every fault, which tells how much they find by themselves.
 //
 // It exits with 1 if a fault survives, does not compile, or has no place in the
 // sources any more.
@@ -169,14 +169,14 @@ func try(root, dir string, m mutant) (v verdict) {
 		return v
 	}
 	defer func() { _ = os.Remove(tests) }()
-	if m.tests != "" {
-		v.byTables, v.err = test(root, tests, m, "-test.failfast", "-test.run", m.tests)
-		return v
-	}
 	if *histories {
 		if v.byHistories, v.err = test(root, tests, m, "-test.run", properties); v.err != nil {
 			return v
 		}
+	}
+	if m.tests != "" {
+		v.byTables, v.err = test(root, tests, m, "-test.failfast", "-test.run", m.tests)
+		return v
 	}
 	v.byTables, v.err = test(root, tests, m, "-test.failfast", "-test.skip", properties+"|^TestAlone")
 	if v.err == nil && v.byTables == "" && !*histories {
