@@ -93,9 +93,6 @@ func (s *State) chill(now time.Time, sl *slot) {
 	}
 	for j := sl.queue.head(); j != nil && s.rests(now, j); j = sl.queue.head() {
 		s.leaveQueue(now, j)
-		if end := s.idleEnd(sl); s.idles(sl) && end.After(now) {
-			s.wakeBy(end)
-		}
 		s.resting.park(j)
 		s.wakeBy(s.resting.until[j.restKey()])
 	}

@@ -388,9 +388,6 @@ func (s *State) unlock(sl *slot) {
 func (s *State) relock() {
 	s.crowded = false
 	for _, l := range s.locks {
-		if l.owner != nil && !l.owner.busy() {
-			l.owner = nil
-		}
 		for _, sl := range s.slots {
 			if !sl.busy() || sl.cfg.LockNone || sl.cfg.Cloud || !s.cfg.LockGlobal && sl.hold(l.gpu) == nil {
 				continue

@@ -128,3 +128,25 @@ func TestAStaleSlotThatIsLoadedAgainBeforeItsDriverIsReplacedIsRenewedOnceMore(t
 	f.evicted("m/a", 4000)
 	require.Equal(t, []string{"m/a", "m/b", "m/a"}, f.renews)
 }
+
+func TestADriverWhoseSettingsChangeAgainIsOfferedAgain(t *testing.T) {
+	stale := func(is bool) func(*Config) { return func(c *Config) { c.Slots[0].Stale = is } }
+	f := given(t, 16384, server("a", 8000, starts))
+	f.reconfigure(stale(true))
+	f.reconfigure(stale(true))
+	require.Equal(t, []string{"a"}, f.renews, "once for each change")
+	f.reconfigure(stale(false))
+	f.reconfigure(stale(true))
+	require.Equal(t, []string{"a", "a"}, f.renews)
+}
+
+// Whether a server lives that the driver starts is told by its driver; of another that is not known, and probes tell.
+func TestAServerThatIsNoLongerStartedIsNoLongerSuspect(t *testing.T) {
+	f := given(t, 16384, server("a", 8000, starts))
+	f.warm("a", 8000)
+	f.releaseAs(f.submit("a"), ServerDied)
+	f.reconfigure(func(*Config) {})
+	f.requireWaiting(f.submit("a"))
+	f.reconfigure(func(c *Config) { c.Slots[0].Starts = false })
+	f.requireRunning(f.lastJob("a"))
+}
