@@ -65,6 +65,18 @@ func TestK0_ATargetOfTwoGPUsThatFillsOneOfThemIsFlushedBeforeAnotherIsEvicted(t 
 	f.requireUnloads("comfyui")
 }
 
+func TestK0_AQuarterOfTheClaimMoreThanBeforeMayBeTheTargetsOwn(t *testing.T) {
+	for mib, flushed := range map[gpu.Bytes]bool{2000: true, 1999: false} {
+		f := given(t, 10000, lazyServer("comfyui", 8000))
+		f.warm("comfyui", 8000)
+		f.step(Unload{Slot: "comfyui"})
+		f.evicted("comfyui", 8000)
+		f.use(mib) // somebody has loaded it since, or another program has come
+		f.requireWaiting(f.submit("comfyui"))
+		require.Equal(t, flushed, len(f.unloads) == 2, "%d MiB", mib)
+	}
+}
+
 func TestK0_NothingIsFlushedForATargetThatFitsBesideItsOwnMemory(t *testing.T) {
 	f := given(t, 24576, lazyServer("comfyui", 9216))
 	f.free(15500)

@@ -290,9 +290,7 @@ func (s *State) release(now time.Time, e *Release) {
 		sl.lastUse = now
 		sl.runCost.add(now.Sub(j.started))
 	}
-	if j.keepAlive > 0 {
-		sl.keep = later(sl.keep, now.Add(j.keepAlive))
-	}
+	sl.keep = later(sl.keep, now.Add(j.keepAlive))
 	sl.warmFor = j.stayWarm
 	sl.active--
 	if j.bulk {
