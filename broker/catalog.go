@@ -36,8 +36,8 @@ type Offer struct {
 	Known lifecycle.Tri
 	// Silent is why a server that has a list of its models does not tell it now; empty: it has none, or has told it.
 	Silent string
-	// Starts reports that a load is needed to know more: the broker starts the server, which does not run and has never told its list. Known
-	// is Unknown then.
+	// Starts reports that a load is needed to know more: the broker starts the server, which does not run yet and has never told its list.
+	// Known is Unknown then.
 	Starts bool
 	// As is the model's name at the consumer; empty unless Known is Yes.
 	As string
@@ -110,7 +110,7 @@ func (b *Broker) offered(consumer, model string) (_ Offer, stale bool) {
 		return Offer{}, false
 	case time.Since(cat.at) >= catalogRest:
 		return Offer{}, true
-	case !cat.told && cat.byKey == nil && c.traits.Starts && !c.runs():
+	case !cat.told && cat.byKey == nil && c.traits.Starts && (!c.runs() || b.moves(c)):
 		return Offer{Starts: true}, false
 	case !cat.told:
 		return Offer{Silent: cat.fault}, false

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"net/http"
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -115,7 +114,7 @@ func TestN3_AModelIsShownByASpellingThatItsServerTakesForItsName(t *testing.T) {
 // A list is asked for again and again by a page that waits for its server.
 func TestAListOfModelsIsThereWhileItsServerStarts(t *testing.T) {
 	t.Parallel()
-	s := start(t, layout{Global: strings.Replace(startedRouter(t, "model small {\nalias gpt-4o-mini\n}"), "process ", "process sh -c \"sleep 1; exec \\\"$@\\\"\" sh ", 1), Routes: allAndLLM})
+	s := start(t, layout{Global: startingSlowly(startedRouter(t, "model small {\nalias gpt-4o-mini\n}")), Routes: allAndLLM})
 	chat := s.goCtx(t.Context(), "POST", "/llm/v1/chat/completions", `{"model":"gpt-4o-mini","messages":[{"role":"user","content":"a"}]}`)
 	s.until("its process runs", func() bool { p := s.status().Consumers["llm"].Process; return p != nil && p.Running })
 	require.Equal(t, []string{"gpt-4o-mini", "small"}, s.listed("/llm/v1/models"))

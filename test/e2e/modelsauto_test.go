@@ -160,6 +160,11 @@ func startedRouter(t *testing.T, lines string) string {
 	return fmt.Sprintf("consumer llm {\nvram 6GiB\npreset llamacpp-router\n%s\nprocess %s -name llm -manner llamacpp-router -models small:3GiB+org/big:5GiB -addr 127.0.0.1:{gpu_broker.port} -sim-dir {$SIM_DIR} {\nports %s\ngrace 2s\n}\n}", lines, bin, portRange(t))
 }
 
+// startingSlowly makes a server that the broker starts take a second before it listens.
+func startingSlowly(global string) string {
+	return strings.Replace(global, "process ", "process sh -c \"sleep 1; exec \\\"$@\\\"\" sh ", 1)
+}
+
 const allAndLLM = "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}\n" +
 	"handle_path /llm/* {\ngpu_broker llm\nreverse_proxy {http.gpu_broker.upstream}\n}"
 
@@ -178,6 +183,26 @@ func TestModelsAutoServesAServerThatTheBrokerStarts(t *testing.T) {
 			evictions := s.status().Scheduler.Evictions
 			s.chat(route, "nope").refused(t, 404, "unknown_model")
 			require.Equal(t, evictions, s.status().Scheduler.Evictions)
+		})
+	}
+}
+
+// Whether it has a model is not known before it listens.
+func TestModelsAutoLetsRequestsWaitForAServerThatStarts(t *testing.T) {
+	t.Parallel()
+	for _, route := range []string{"all", "llm"} {
+		t.Run(route, func(t *testing.T) {
+			t.Parallel()
+			s := start(t, layout{Global: startingSlowly(startedRouter(t, "models auto")), Routes: allAndLLM})
+			chat := func(name string) <-chan answer {
+				return s.goCtx(t.Context(), "POST", "/"+route+"/v1/chat/completions", fmt.Sprintf(`{"model":%q,"messages":[{"role":"user","content":"a"}]}`, name))
+			}
+			first := chat("small")
+			s.until("its process runs", func() bool { p := s.status().Consumers["llm"].Process; return p != nil && p.Running })
+			second := chat("org/big")
+			for _, a := range []answer{s.await(first), s.await(second)} {
+				require.Equal(t, 200, a.status, "%s", a.body)
+			}
 		})
 	}
 }
