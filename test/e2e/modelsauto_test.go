@@ -160,9 +160,9 @@ func startedRouter(t *testing.T, lines string) string {
 	return fmt.Sprintf("consumer llm {\nvram 6GiB\npreset llamacpp-router\n%s\nprocess %s -name llm -manner llamacpp-router -models small:3GiB+org/big:5GiB -addr 127.0.0.1:{gpu_broker.port} -sim-dir {$SIM_DIR} {\nports %s\ngrace 2s\n}\n}", lines, bin, portRange(t))
 }
 
-// startingSlowly makes a server that the broker starts take a second before it listens.
+// startingSlowly makes a server that the broker starts take a while before it listens.
 func startingSlowly(global string) string {
-	return strings.Replace(global, "process ", "process sh -c \"sleep 1; exec \\\"$@\\\"\" sh ", 1)
+	return strings.Replace(global, "process ", "process sh -c \"sleep .4; exec \\\"$@\\\"\" sh ", 1)
 }
 
 const allAndLLM = "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}\n" +
@@ -237,7 +237,7 @@ func TestH7_ANameUnloadsNothingWhileTheServersListCannotBeHad(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			t.Parallel()
 			cloud := newRecorder(t)
-			s := start(t, layout{Global: "consumer hosted {\ncloud\nupstream " + cloud.addr + "\n}", Consumers: []consumer{
+			s := start(t, layout{Global: "probe_timeout 300ms\nconsumer hosted {\ncloud\nupstream " + cloud.addr + "\n}", Consumers: []consumer{
 				shelf("ollama", modelserver.Ollama, "vram 6GiB\nmodel small", map[string]float64{"small": 3, "other": 3}),
 				shelf("helped", modelserver.Ollama, "vram 6GiB\nmodel small\nfallback hosted", map[string]float64{"small": 3}),
 				{Options: modelserver.Options{Name: "tts", VRAM: gib(12)}},
