@@ -201,3 +201,31 @@ func TestARequestThatNoListNamesMayNameItsModel(t *testing.T) {
 		require.Equal(t, want, j.model, name)
 	}
 }
+
+func TestTheModelsThatAreLoadedAreListedAsOllamaListsThem(t *testing.T) {
+	app, ctx := newApp(t,
+		map[string]any{"name": "a", "vram": "1GiB", "models": []map[string]any{{"name": "m1"}, {"name": "m2"}, {"name": "quiet", "unlisted": true}},
+			"upstream": "127.0.0.1:9", "lifecycle": map[string]any{"protocol": "http", "unload": map[string]any{"path": "/unload/{model}"}}},
+		map[string]any{"name": "sky", "cloud": true, "upstream": "127.0.0.1:9"},
+		map[string]any{"name": "plain", "vram": "1GiB"},
+		map[string]any{"name": "cold", "vram": "1GiB"})
+	require.NoError(t, app.Start())
+	h := &Handler{Route: gpucaddyfile.Route{ModelFrom: inBody}}
+	require.NoError(t, h.Provision(ctx))
+	list := func() string {
+		t.Helper()
+		w, r := request("GET", "/api/ps")
+		require.NoError(t, h.ServeHTTP(w, r, nothing))
+		return w.Body.String()
+	}
+	require.JSONEq(t, `{"models":[]}`, list())
+	for _, name := range []string{"sky", "plain"} {
+		w, r := post("POST", "/v1/chat/completions", `{"model":"`+name+`"}`)
+		require.NoError(t, h.ServeHTTP(w, r, nothing))
+		require.Equal(t, 200, w.Code, "%s", w.Body)
+	}
+	require.Contains(t, list(), `"plain"`)
+	for _, name := range []string{"sky", "cold", "m1", "quiet"} {
+		require.NotContains(t, list(), `"`+name+`"`)
+	}
+}

@@ -381,6 +381,7 @@ func TestAfterHeartbeatsAnErrorIsTheLastEvent(t *testing.T) {
 			require.Contains(t, doc.Error.Message, c.message)
 			require.NotContains(t, event, "secret")
 			require.Equal(t, c.status, fields()["gpu_status"])
+			require.Len(t, refusalsOf(h), map[bool]int{true: 1, false: 0}[c.next == nil], "a server's failure is no refusal")
 			require.Zero(t, h.inFlight())
 		})
 	}

@@ -24,7 +24,9 @@ func TestK1_WhenALoadHasComeToNothing(t *testing.T) {
 		waits, whole, blind bool
 		looks               []look
 	}{
-		"a call that waits: the list is stable over two looks": {waits: true, looks: []look{{at: 0, absent: true, listed: "b"}, {at: 100 * ms, absent: true, listed: "b"}, {at: 300 * ms, absent: true, listed: "b", over: true}}},
+		"a call that waits: the list is stable over two looks":     {waits: true, looks: []look{{at: 0, absent: true, listed: "b"}, {at: 100 * ms, absent: true, listed: "b"}, {at: 300 * ms, absent: true, listed: "b", over: true}}},
+		"… for a quarter of a second":                              {waits: true, looks: []look{{at: 0, absent: true}, {at: 250*ms - 1, absent: true}, {at: 250 * ms, absent: true, over: true}}},
+		"a call that does not wait: the list for ten seconds, too": {looks: []look{{at: 0, absent: true, still: 60 * s}, {at: 10*s - 1, absent: true, still: 60 * s}, {at: 10 * s, absent: true, still: 10*s - 1}, {at: 10 * s, absent: true, still: 10 * s, over: true}}},
 		"the list changes":                                  {waits: true, looks: []look{{at: 0, absent: true, listed: "b"}, {at: 300 * ms, absent: true, listed: "c"}, {at: 500 * ms, absent: true, listed: "c"}, {at: 600 * ms, absent: true, listed: "c", over: true}}},
 		"the server does not say in between":                {waits: true, looks: []look{{at: 0, absent: true, listed: "b"}, {at: 300 * ms}, {at: 400 * ms, absent: true, listed: "b"}, {at: 700 * ms, absent: true, listed: "b", over: true}}},
 		"a server as a whole":                               {waits: true, whole: true, looks: []look{{at: 0, absent: true}, {at: 300 * ms, absent: true, over: true}}},

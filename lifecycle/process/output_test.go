@@ -25,6 +25,7 @@ func TestOutputIsKeptBoundedAndLogged(t *testing.T) {
 	require.Len(t, out, lifecycle.MaxOutput)
 	require.Equal(t, []string{"100%", "[31mred[0m"}, out[lifecycle.MaxOutput-3:lifecycle.MaxOutput-1])
 	require.Less(t, len(out[lifecycle.MaxOutput-1]), 5000)
+	require.GreaterOrEqual(t, len(out[lifecycle.MaxOutput-1]), 4<<10)
 	require.Equal(t, "line 499", out[lifecycle.MaxOutput-4])
 	require.Eventually(t, func() bool {
 		return o.logs.FilterMessage("output of the server").Len() == 503
