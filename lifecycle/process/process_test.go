@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/zap/zapcore"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
@@ -138,6 +139,7 @@ func TestAServerThatIsDeafIsKilledAfterItsGrace(t *testing.T) {
 	require.GreaterOrEqual(t, took, grace)
 	require.Less(t, took, grace+prompt)
 	require.Equal(t, "killed by signal 9", o.State().LastExit)
+	require.Zero(t, o.logs.FilterLevelExact(zapcore.ErrorLevel).Len(), "that is no error")
 }
 
 func TestAStopHurriesWhenItIsCalledOff(t *testing.T) {
