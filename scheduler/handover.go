@@ -59,9 +59,7 @@ func (s *State) proceed(now time.Time) {
 			s.settle(now, sl)
 		}
 	}
-	if s.dropGone() {
-		s.reindex()
-	}
+	s.dropGone()
 }
 
 // proceedDrain unloads a slot whose gate is closed, once nothing runs there.
@@ -570,7 +568,7 @@ func (s *State) worksBefore(sl *slot) bool {
 }
 
 // dropGone forgets the removed slots that hold nothing any more.
-func (s *State) dropGone() bool {
+func (s *State) dropGone() {
 	kept := s.slots[:0]
 	for _, sl := range s.slots {
 		over := sl.gone && sl.queue.count == 0 && sl.parked == 0 && !sl.busy() &&
@@ -583,10 +581,8 @@ func (s *State) dropGone() bool {
 		s.remember(sl)
 		s.emit(Effect{Kind: Dropped, Slot: sl.cfg.Name})
 	}
-	changed := len(kept) < len(s.slots)
 	clear(s.slots[len(kept):])
 	s.slots = kept
-	return changed
 }
 
 func name(sl *slot) string {
