@@ -67,7 +67,7 @@ func (s *State) clientRests(now time.Time, r restKey) bool {
 
 // rests says whether a job has to wait for the rest of its client. What runs elsewhere never waits.
 func (s *State) rests(now time.Time, j *job) bool {
-	return len(s.resting.until) > 0 && !j.slot.cfg.Cloud && s.clientRests(now, j.restKey())
+	return !j.slot.cfg.Cloud && s.clientRests(now, j.restKey())
 }
 
 // rest notes that a client has started a job.

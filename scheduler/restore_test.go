@@ -59,6 +59,13 @@ func TestWhoMadeWayIsLoadedAgainWhenTheGPUHasBeenIdle(t *testing.T) {
 	f.requireUnloads("guest")
 	n := f.s.Snapshot(f.now).Counts
 	require.Equal(t, n.Jobs, n.Ended, "it counts as nobody's job")
+	said := 0
+	for _, d := range f.decisions {
+		if d.Kind == "restore" {
+			said++
+		}
+	}
+	require.Equal(t, 1, said, "though it took two steps")
 }
 
 func TestWhoMadeWayIsLoadedAgainIntoFreeMemory(t *testing.T) {

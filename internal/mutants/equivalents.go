@@ -17,6 +17,8 @@ var equivalent = map[string]string{
 	"scheduler/words.go: Rounded: case abs < time.Minute: => case abs <= time.Minute:":           roundAnyway,
 
 	"scheduler/observe.go: claimLeaks: if h == nil || h.before <= 0 || sl.state != Ready || !sl.settledOn(c) || s.transition(c.Index) != nil { => if h == nil || h.before < 0 || sl.state != Ready || !sl.settledOn(c) || s.transition(c.Index) != nil {": "the leak of a slot that kept nothing is 0",
+
+	"scheduler/clients.go: clientRests: return len(s.resting.until) > 0 && s.cfg.Mode != Passthrough && now.Before(s.resting.until[r]) => return len(s.resting.until) >= 0 && s.cfg.Mode != Passthrough && now.Before(s.resting.until[r])": "it only saves a look into an empty map",
 }
 
 const roundAnyway = "the bound itself is a whole number of either unit"
