@@ -18,6 +18,7 @@ import (
 func (j *job) automatic(r *http.Request, name string, sure bool) (t *target, listed []string, err error) {
 	h, m := j.handler, j.handler.byModel
 	silent, why, starts, elsewhere := "", "", "", ""
+	var failed time.Time // when the load of the one that starts has failed last
 	for i, offer := range h.pool.broker.Offers(r.Context(), m.auto, name) {
 		switch consumer := m.auto[i]; offer.Known {
 		case lifecycle.Yes:
@@ -31,7 +32,9 @@ func (j *job) automatic(r *http.Request, name string, sure bool) (t *target, lis
 			case offer.Elsewhere:
 				elsewhere = cmp.Or(elsewhere, consumer)
 			case offer.Starts:
-				starts = cmp.Or(starts, consumer)
+				if starts == "" || offer.Failed.Before(failed) { // one that can't be started must not keep requests from the others
+					starts, failed = consumer, offer.Failed
+				}
 			default:
 				silent, why = consumer, offer.Silent
 			}

@@ -24,6 +24,7 @@ type catalog struct {
 	at      time.Time                  // of the latest answer, a failure too; zero: none yet
 	told    bool                       // … which was none
 	fault   string                     // why it was none; for people
+	failed  time.Time                  // when the latest load failed before the server had told any; zero: none has
 	models  []lifecycle.Model          // in the server's order, as it told them last
 	byKey   map[string]lifecycle.Model // by lifecycle.Names.Key
 	missing map[string]time.Time       // by key: models that the server does not have, until then
@@ -39,6 +40,8 @@ type Offer struct {
 	// Starts reports that a load is needed to know more: the broker starts the server, which does not run yet and has never told its list.
 	// Known is Unknown then.
 	Starts bool
+	// Failed is when the latest load that was to find out has failed; zero: none has. It is set where Starts is.
+	Failed time.Time
 	// As is the model's name at the consumer; empty unless Known is Yes.
 	As string
 	// Listed are the names that the server lists; unset unless Known is No.
@@ -49,7 +52,7 @@ type Offer struct {
 }
 
 // Offer reports whether the server of a consumer has a model. It asks the server if what it said last is out of date, and waits
-// for at most one answer. A model that is loaded, or was asked for before, is never asked about.
+// for at most one answer. A model that is loaded, or is being asked for, is never asked about.
 func (b *Broker) Offer(ctx context.Context, consumer, model string) Offer {
 	offer, stale := b.offered(consumer, model)
 	if !stale {
@@ -91,7 +94,7 @@ func (b *Broker) offered(consumer, model string) (_ Offer, stale bool) {
 		return Offer{}, false
 	}
 	c = c.real()
-	if sl := c.known(model); sl != nil && !(sl.adopted && c.misses(time.Now(), model)) {
+	if sl := c.known(model); sl != nil && !(sl.adopted && (c.misses(time.Now(), model) || b.isUnused(sl))) {
 		return Offer{Known: lifecycle.Yes, As: sl.model}, false
 	}
 	cat := &c.catalog
@@ -111,7 +114,7 @@ func (b *Broker) offered(consumer, model string) (_ Offer, stale bool) {
 	case time.Since(cat.at) >= catalogRest:
 		return Offer{}, true
 	case !cat.told && cat.byKey == nil && c.traits.Starts && (!c.runs() || b.moves(c)):
-		return Offer{Starts: true}, false
+		return Offer{Starts: true, Failed: cat.failed}, false
 	case !cat.told:
 		return Offer{Silent: cat.fault}, false
 	case asker.Elsewhere(model):

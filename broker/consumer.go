@@ -356,12 +356,17 @@ func (b *Broker) disown(c *consumer, loaded []lifecycle.Model) (changed bool) {
 		if !sl.adopted || slices.ContainsFunc(loaded, func(m lifecycle.Model) bool { return c.traits.Names.Same(m.Name, sl.model) || c.holds(m) == sl }) {
 			return false
 		}
-		v, known := b.state.Slot(sl.name)
-		over := !known || v.State == scheduler.Idle && v.GateOpen && v.Active+v.Held+v.Waiting == 0
+		over := b.isUnused(sl)
 		changed = changed || over
 		return over
 	})
 	return changed
+}
+
+// isUnused reports whether a slot holds nothing, and nobody asks for it. It holds mu.
+func (b *Broker) isUnused(sl *slot) bool {
+	v, known := b.state.Slot(sl.name)
+	return !known || v.State == scheduler.Idle && v.GateOpen && v.Active+v.Held+v.Waiting == 0
 }
 
 // learnOf takes in which models a server says that it holds: those that nobody has named get slots of their own. It holds mu.

@@ -153,8 +153,11 @@ func (b *Broker) load(ctx context.Context, cancel func(), sl *slot, driver lifec
 	}
 	if sl.consumer.driver == driver {
 		sl.consumer.findUpstream()
-		if !sl.consumer.catalog.told { // it may tell its list now
-			sl.consumer.catalog.at = time.Time{}
+		if cat := &sl.consumer.catalog; !cat.told { // it may tell its list now
+			cat.at = time.Time{}
+			if err != nil {
+				cat.failed = sl.loadEnded
+			}
 		}
 	}
 	b.mu.Unlock()

@@ -207,6 +207,17 @@ func TestModelsAutoLetsRequestsWaitForAServerThatStarts(t *testing.T) {
 	}
 }
 
+// Of several that were never asked, one that can't be started does not stand before the others for good.
+func TestModelsAutoReachesAServerBehindOneThatDoesNotStart(t *testing.T) {
+	t.Parallel()
+	broken := strings.ReplaceAll(startedRouter(t, "models auto"), "consumer llm", "consumer broken")
+	broken = strings.Replace(broken, "process ", "process false ", 1)
+	s := start(t, layout{Global: broken + "\n" + startedRouter(t, "models auto"), Routes: allAndLLM})
+	s.chat("all", "small").refused(t, 503, "load_failed")
+	s.chat("all", "small").servedBy(t, "llm")
+	s.chat("all", "org/big").servedBy(t, "llm")
+}
+
 // The first request for a server that was never asked may have to unload others, whatever it names. What the server lists while it tries is known then.
 func TestModelsAutoLearnsTheListOfAServerWhoseLoadFails(t *testing.T) {
 	t.Parallel()
@@ -218,7 +229,7 @@ func TestModelsAutoLearnsTheListOfAServerWhoseLoadFails(t *testing.T) {
 			s.chat("llm", "nope").refused(t, 503, "load_failed")
 			s.serve("tts")
 			evictions := s.status().Scheduler.Evictions
-			for _, name := range []string{"nope-2", "nope-3"} {
+			for _, name := range []string{"nope", "nope-2", "nope-3"} {
 				require.Contains(t, s.chat("llm", name).refused(t, 503, "unhealthy"), "it does not run")
 			}
 			require.Equal(t, evictions, s.status().Scheduler.Evictions)
