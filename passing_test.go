@@ -80,6 +80,30 @@ func TestARequestThatNeedsNoGPUGetsTheErrorOfItsProxy(t *testing.T) {
 	require.Zero(t, h.pool.broker.Status().Scheduler.TotalJobs, "none of them took a place")
 }
 
+func TestATouchCountsAsUseAndABypassDoesNot(t *testing.T) {
+	h := newHandlerOf(t, gpucaddyfile.Route{Consumer: "a", Bypass: []string{"GET /free"}, Touch: []string{"GET /touch"}})
+	used := func() string { return h.pool.broker.Status().Consumers["a"].LastUsed }
+	ask := func(path string) {
+		t.Helper()
+		w, r := request("GET", path)
+		require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
+			w.WriteHeader(http.StatusOK)
+			return nil
+		})))
+	}
+	ask("/work")
+	was := used()
+	require.NotEmpty(t, was)
+	require.Eventually(t, func() bool { ask("/touch"); return used() != was }, 20*time.Second, time.Millisecond)
+	was = used()
+	now := func() bool {
+		at, err := time.Parse(time.RFC3339Nano, was)
+		return err == nil && time.Since(at) > 5*time.Millisecond
+	}
+	require.Eventually(t, func() bool { ask("/free"); return now() }, 20*time.Second, time.Millisecond)
+	require.Equal(t, was, used())
+}
+
 // What a tunnel carries shows that its client takes part, in both directions.
 func TestATunnelsBytesAreCounted(t *testing.T) {
 	client, server := net.Pipe()
