@@ -232,3 +232,16 @@ func TestAConflictWithARemovedSlotHoldsUntilItIsGone(t *testing.T) {
 	f.loaded("t")
 	f.requireRunning(h)
 }
+
+func TestWhoConflictsWithAnOverdueTargetWaitsBehindItThoughOnAnotherGPU(t *testing.T) {
+	f := given(t, 16384, server("v", 10000), server("t", 10000, func(c *SlotConfig) { c.Conflicts = []string{"c"} }), server("c", 3000, on(1)))
+	f.secondGPU(16384)
+	f.warm("v", 10000)
+	f.submit("v")
+	f.submit("t")
+	f.advance(400 * time.Second)
+	require.Equal(t, "waits for v to make room", f.slot("t").Why)
+	f.requireWaiting(f.submit("c"))
+	require.Equal(t, "waits behind t, which is overdue and conflicts with it", f.slot("c").Why)
+	f.requireState("c", Idle)
+}

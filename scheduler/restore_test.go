@@ -78,6 +78,28 @@ func TestWhoMadeWayIsLoadedAgainIntoFreeMemory(t *testing.T) {
 	f.requireLoads("main")
 }
 
+func TestARestoreThatWasPutOffIsOnRecordAgain(t *testing.T) {
+	f := madeWay(t)
+	f.reconfigure(func(c *Config) { c.Slots[1].CanBusy = true })
+	f.slow["guest"] = true // whether it works is not known yet
+	said := func() (n int) {
+		for _, d := range f.decisions {
+			if d.Kind == "restore" {
+				n++
+			}
+		}
+		return n
+	}
+	f.advance(restoreAfter)
+	require.Equal(t, 1, said())
+	h := f.submit("guest")
+	f.requireRunning(h)
+	f.release(h)
+	f.advance(restoreAfter)
+	require.Equal(t, 2, said())
+	f.requireUnloads()
+}
+
 func TestAnyUseOfTheGPUPutsTheRestoreOff(t *testing.T) {
 	f := madeWay(t, server("other", 3000), server("elsewhere", 3000, on(1)))
 	f.secondGPU(16384)
