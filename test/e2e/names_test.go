@@ -238,7 +238,7 @@ func TestH7_ANameOfAModelThatMayBeElsewhereUnloadsNothing(t *testing.T) {
 	require.Equal(t, 200, s.chat("ollama", "my-cloud").status)
 	require.Equal(t, "READY", s.slot("ollama", "my-cloud").State, "what the server lists it may load")
 
-	require.Equal(t, 200, s.reload(func(c string) string { return strings.Replace(c, "vram 9GiB", "vram 9GiB\nmodels auto", 1) + "\n" }).status)
+	s.reloaded(func(c string) string { return strings.Replace(c, "vram 9GiB", "vram 9GiB\nmodels auto", 1) })
 	require.Equal(t, 404, s.chat("ollama", "nope-cloud").status)
 	require.EqualValues(t, 1, s.status().Scheduler.Evictions)
 }
