@@ -3,6 +3,7 @@ package broker
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strconv"
 	"testing"
 	"testing/synctest"
@@ -110,6 +111,34 @@ func TestWhatAServerListedIsKnownWhileItIsDown(t *testing.T) {
 		pass(missingFor)
 		require.Equal(t, lifecycle.Yes, offers("x").Known, "it is asked anew")
 	})
+}
+
+// failingServer is a catalogServer whose loads fail.
+type failingServer struct {
+	*catalogServer
+	err error
+}
+
+func (f *failingServer) Open(lifecycle.Deps) (lifecycle.Driver, error) { return f, nil }
+func (f *failingServer) Load(context.Context, lifecycle.Target) error  { return f.err }
+
+func TestOnlyTheServersWordThatThereIsNoSuchModelMakesOneMissing(t *testing.T) {
+	for _, c := range []struct {
+		err  error
+		want lifecycle.Tri
+	}{{errors.New("500 Internal Server Error"), lifecycle.Yes}, {fmt.Errorf("404: %w", lifecycle.ErrNoModel), lifecycle.No}} {
+		synctest.Test(t, func(t *testing.T) {
+			w, server := automatic(t)
+			defer w.Close()
+			w.gen.Lifecycles["m"] = &failingServer{&catalogServer{modelServer: server, lists: []lifecycle.Model{{Name: "x"}}}, c.err}
+			require.NoError(t, w.Push(w.gen))
+			require.Equal(t, lifecycle.Yes, w.Offer(t.Context(), "m", "x").Known)
+			_, err := w.Acquire(t.Context(), Request{Consumer: "m", Model: "x"})
+			require.Error(t, err)
+			pass(time.Minute)
+			require.Equal(t, c.want, w.Offer(t.Context(), "m", "x").Known)
+		})
+	}
 }
 
 // stuckServer is a catalogServer that answers after a while, if at all.
