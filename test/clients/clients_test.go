@@ -52,7 +52,7 @@ func TestOllamasClientWorksThroughOneURLAcrossSwaps(t *testing.T) {
 	s := start(t, settings{})
 	s.node("ollama.mjs")
 	s.served()
-	require.GreaterOrEqual(t, s.servers["llm"].Stats().Unloads, 3)
+	require.GreaterOrEqual(t, s.servers["llm"].Stats().Unloads, 2, "who is warm goes first: one switch a round is enough")
 	require.Zero(t, s.servers["sdxl"].Stats().LoadsStarted)
 }
 

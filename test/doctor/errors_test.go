@@ -169,6 +169,7 @@ func TestEveryFaultNamesItsPlaceInALineOfItsOwn(t *testing.T) {
 		consumer ollama {
 			vram 1GiB
 			upstream 127.0.0.1:1
+			unload POST /unload/{model}
 			model a
 		}
 	}
@@ -183,8 +184,8 @@ func TestEveryFaultNamesItsPlaceInALineOfItsOwn(t *testing.T) {
 }
 `
 	compare(validate(fmt.Sprintf(routes, m.path("gpu"))), []fault{
-		{"gpu_broker", 16, `unknown consumer in fallback "x"`},
-		{"gpu_broker", 16, `unknown consumer in fallback "y"`},
-		{"gpu_broker", 16, `default names consumer "ollama", which has several models`},
+		{"gpu_broker", 17, `unknown consumer in fallback "x"`},
+		{"gpu_broker", 17, `unknown consumer in fallback "y"`},
+		{"gpu_broker", 17, `default names consumer "ollama", which has several models`},
 	})
 }
