@@ -2,6 +2,7 @@ package gpubroker
 
 import (
 	"net/http/httptest"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -20,17 +21,17 @@ func TestAStopRefusesWhatIsNewAndCutsWhatRunsAfterItsGrace(t *testing.T) {
 		defer p.broker.Close()
 		runs := new(job)
 		runs.ResponseWriter = httptest.NewRecorder()
-		ended := 0
-		runs.abort = func() { ended++ }
+		var ended atomic.Int32
+		runs.abort = func() { ended.Add(1) }
 		p.running.add(runs, answering)
 		core, logs := zaptest.New(zap.WarnLevel)
 		p.stop(time.Second, zap.New(core))
 		require.Error(t, p.broker.Ending("a"), "nothing is read for it any more")
 		pass(time.Second - 1)
-		require.Zero(t, ended)
+		require.Zero(t, ended.Load())
 		pass(1 + 2*cutAgain)
 		synctest.Wait()
-		require.Equal(t, 3, ended, "it is cut until it is gone")
+		require.EqualValues(t, 3, ended.Load(), "it is cut until it is gone")
 		require.True(t, runs.isCut.Load())
 		require.Equal(t, 1, logs.Len(), "which is said once")
 		require.EqualValues(t, 1, logs.All()[0].ContextMap()["requests"])
@@ -40,7 +41,7 @@ func TestAStopRefusesWhatIsNewAndCutsWhatRunsAfterItsGrace(t *testing.T) {
 		p.running.add(runs, answering)
 		pass(time.Minute)
 		synctest.Wait()
-		require.Equal(t, 3, ended, "once nothing runs it is over")
+		require.EqualValues(t, 3, ended.Load(), "once nothing runs it is over")
 		p.grace.stop()
 	})
 }
