@@ -59,7 +59,7 @@ func (s *State) booksAllow(sl *slot) bool {
 }
 
 // alive says whether nothing speaks for it that the server of the slot has died.
-func (sl *slot) alive() bool { return sl.dead == "" && !sl.suspect }
+func (sl *slot) alive() bool { return sl.dead == "" && sl.suspect.IsZero() }
 
 // mayLoadUnasked says whether a slot may be loaded that nobody asks for.
 func (s *State) mayLoadUnasked(sl *slot) bool {

@@ -263,6 +263,8 @@ func TestASuspectServerTakesNoJobBeforeAProbeHasAnswered(t *testing.T) {
 			require.Equal(t, []string{"a"}, f.probes)
 			next := f.submit("a")
 			f.requireWaiting(next)
+			f.step(Probed{Slot: "a", Sent: f.now.Add(-time.Nanosecond), Outcome: ProbeAnswered, Loaded: Yes, Resident: -1})
+			f.requireWaiting(next) // the question was sent before: the server may have died since
 			f.probe("a", Yes)
 			f.requireRunning(next)
 		})

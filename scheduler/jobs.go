@@ -331,7 +331,7 @@ func (s *State) release(now time.Time, e *Release) {
 	case DialRefused:
 		s.refused(now, sl)
 	case ServerDied:
-		sl.suspect = sl.cfg.Starts && sl.state == Ready
+		sl.suspects(now)
 		s.emit(Effect{Kind: ProbeNow, Slot: sl.cfg.Name})
 	}
 	if s.waiting > 0 || sl.gate.closed || sl.gone || warmed || s.lending || len(s.cfg.Restore) > 0 { // a transition that ends lets another begin
@@ -406,7 +406,7 @@ func (s *State) refused(now time.Time, sl *slot) {
 		return
 	}
 	if sl.cfg.Starts { // it is dying, or comes up anew: a probe, or Died, tells
-		sl.suspect = sl.state == Ready
+		sl.suspects(now)
 		return
 	}
 	if sl.health == healthGood {
@@ -416,6 +416,13 @@ func (s *State) refused(now time.Time, sl *slot) {
 		s.vanish(now, sl, "a connection to its server was refused")
 	}
 	sl.since = now
+}
+
+// suspects notes that a loaded server that the driver starts may have died.
+func (sl *slot) suspects(now time.Time) {
+	if sl.cfg.Starts && sl.state == Ready {
+		sl.suspect = now
+	}
 }
 
 // worksOn reports whether the server may work on a request that was broken off: its busy route tells, or the configuration says so.

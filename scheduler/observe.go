@@ -52,7 +52,9 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		s.reopen(now, sl, "it is in the configuration again")
 	}
 	sl.cfg, sl.gone = c, false
-	sl.renewing, sl.suspect = sl.renewing && c.Stale, sl.suspect && c.Starts
+	if sl.renewing = sl.renewing && c.Stale; !c.Starts {
+		sl.suspect = time.Time{}
+	}
 	if fresh {
 		sl.on = nil
 	}
@@ -67,7 +69,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		}
 		sl.state, sl.since, sl.idleAt, sl.loadedAt = s.startState(&c), now, time.Time{}, time.Time{}
 		sl.stop, sl.gate, sl.readyAt, sl.want = stopping{}, gate{}, now, target{}
-		sl.dead, sl.suspect, sl.deaths, sl.reviving = "", false, 0, false
+		sl.dead, sl.suspect, sl.deaths, sl.reviving = "", time.Time{}, 0, false
 		sl.unloaded, sl.started, sl.flushedAt, sl.flushBad, sl.unloadBad, sl.retryAt = false, 0, time.Time{}, "", 0, time.Time{} // an unknown server
 		s.recall(now, sl)
 	}
@@ -130,11 +132,11 @@ func (s *State) reindex() {
 // healthTimeouts is how many time-outs in a row make a server unhealthy (spec §1.5).
 const healthTimeouts = 3
 
-// probed takes in a server's own word. What was sent before the last change of
-// state ended is out of date, and a server that loads or stops is not asked.
+// probed takes in a server's own word. What was sent before the last change of state ended, or before the server was
+// suspected to have died, is out of date, and a server that loads or stops is not asked.
 func (s *State) probed(now time.Time, e Probed) {
 	sl := s.named[e.Slot]
-	if sl == nil || e.Sent.Before(sl.since) || sl.state == Loading || sl.state == Stopping || sl.stop.flush {
+	if sl == nil || e.Sent.Before(sl.since) || e.Sent.Before(sl.suspect) || sl.state == Loading || sl.state == Stopping || sl.stop.flush {
 		return
 	}
 	if sl.cfg.Starts && e.Outcome != ProbeAnswered {
@@ -160,7 +162,7 @@ func (s *State) probed(now time.Time, e Probed) {
 		if sl.health == healthBad {
 			s.decide(Decision{At: now, Kind: "healthy", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: "its server answers again"})
 		}
-		sl.health, sl.timeouts, sl.detail, sl.suspect = healthGood, 0, "", false
+		sl.health, sl.timeouts, sl.detail, sl.suspect = healthGood, 0, "", time.Time{}
 		if s.cfg.Mode == Evicting {
 			s.told(now, sl, e)
 		}

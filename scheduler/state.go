@@ -147,7 +147,7 @@ type slot struct {
 	evicted   bool      // it was unloaded for another, and not asked for since
 	dead      string    // how its server ended, while jobs that ran there have not ended yet; empty: it lives
 	clean     bool      // … and that was no failure
-	suspect   bool      // an answer of a server that the driver starts broke off: nothing enters before it is known whether it lives
+	suspect   time.Time // when a connection to a server that the driver starts broke off or was refused: nothing enters before a later probe tells whether it lives
 	deaths    int       // in a row, each soon after it was loaded
 	reviving  bool      // it is to be loaded again since its server died
 	renewing  bool      // it was said that its driver may be replaced
@@ -391,7 +391,7 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 		sl.readyAt, sl.idleAt, sl.started, sl.emptyAt = now, now, 0, time.Time{}
 		sl.renewing = false // one that is loaded again, past us, is offered to be replaced anew
 	}
-	sl.warming, sl.dead, sl.suspect = false, "", false
+	sl.warming, sl.dead, sl.suspect = false, "", time.Time{}
 	if state == Idle { // there is nothing left to be unloaded
 		if t := sl.gate.target; t != nil && t.want.victim == sl {
 			t.want.victim = nil

@@ -405,7 +405,7 @@ var inScheduler = []mutant{
 	{
 		name: "a job enters a server that may have died",
 		file: "died.go", tests: "TestASuspectServerTakesNoJobBeforeAProbeHasAnswered",
-		old: "return sl.dead == \"\" && !sl.suspect",
+		old: "return sl.dead == \"\" && sl.suspect.IsZero()",
 		new: "return sl.dead == \"\"",
 	},
 	{
