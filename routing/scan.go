@@ -292,8 +292,8 @@ var plain = func() (t [256]bool) {
 	return t
 }()
 
-// allPlain reports whether each of eight bytes is plain. It finds a zero byte by the borrow that it takes when 1 is subtracted,
-// and others as the zero that they become: most of a body is such text.
+// allPlain reports whether eight bytes are all plain. Each of the three terms sets the highest bit of a byte that is not: XOR turns
+// quotes and backslashes into zeros, subtracting 1 from a zero borrows, and so does subtracting a space from a control character.
 func allPlain(eight uint64) bool {
 	const each, high = 0x0101010101010101, 0x8080808080808080
 	quote, backslash := eight^each*'"', eight^each*'\\'

@@ -52,7 +52,8 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		s.reopen(now, sl, "it is in the configuration again")
 	}
 	sl.cfg, sl.gone = c, false
-	if sl.renewing = sl.renewing && c.Stale; !c.Starts {
+	sl.renewing = sl.renewing && c.Stale
+	if !c.Starts {
 		sl.suspect = time.Time{}
 	}
 	if fresh {
