@@ -22,7 +22,7 @@ func TestAListOfModelsOfAServerThatIsStoppedIsTheBrokers(t *testing.T) {
 	require.NoError(t, app.Start())
 	h := &Handler{Route: gpucaddyfile.Route{Consumer: "m"}}
 	require.NoError(t, h.Provision(ctx))
-	for path, want := range map[string]int{"/v1/models": http.StatusOK, "/v1/models/b": http.StatusOK, "/v1/models/d": http.StatusOK, "/v1/models/x": http.StatusServiceUnavailable} {
+	for path, want := range map[string]int{"/v1/models": http.StatusOK, "/v1/models/b": http.StatusOK, "/v1/models/c-1": http.StatusOK, "/v1/models/d": http.StatusOK, "/v1/models/x": http.StatusServiceUnavailable} {
 		w, r := request("GET", path)
 		require.NoError(t, h.ServeHTTP(w, r, caddyhttpHandler(func() { t.Error("the server is asked") })))
 		require.Equal(t, want, w.Code, path)

@@ -215,11 +215,7 @@ func (j *job) checkOther(r *http.Request, t *target, name string) error {
 	case other == "", j.handler.app.modelNames[t.name].Same(other, j.model):
 		return nil
 	}
-	who, ok := m.names.Lookup(other)
-	if !ok {
-		who, ok = m.names.Match(other)
-	}
-	if ok && who == (routing.Found{Consumer: t.name, Model: j.model}) {
+	if who, ok := m.names.Find(other); ok && who == (routing.Found{Consumer: t.name, Model: j.model}) {
 		return nil
 	}
 	return &failure{status: http.StatusBadRequest, code: "bad_request",
@@ -234,11 +230,21 @@ func (j *job) mayName(r *http.Request, name string) (*target, error) {
 			j.means(name, who)
 		} else if consumer, model := j.handler.pool.broker.Holder(m.only.Name, name); consumer != "" {
 			j.model = model
-		} else if who, ok := m.names.Match(name); ok && (!m.only.ServesUnnamed() || j.handler.pool.broker.Offer(r.Context(), m.only.Name, name).Known != lifecycle.Yes) {
+		} else if who, ok := j.matches(r, name); ok {
 			j.means(name, who)
 		}
 	}
 	return j.handler.fixed, nil
+}
+
+// matches finds whose pattern a name fits on a route with one consumer, unless the consumer's server has a model of that name.
+func (j *job) matches(r *http.Request, name string) (routing.Found, bool) {
+	only := j.handler.byModel.only
+	who, ok := j.handler.byModel.names.Match(name)
+	if ok && only.ServesUnnamed() && j.handler.pool.broker.Offer(r.Context(), only.Name, name).Known == lifecycle.Yes {
+		return routing.Found{}, false
+	}
+	return who, ok
 }
 
 // named finds who is meant by a name: what the configuration names, then what servers have that it does not, then what its patterns

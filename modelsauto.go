@@ -88,7 +88,7 @@ func (m *byModel) answerList(r *http.Request, h *Handler) (body []byte, name str
 func (m *byModel) answer(lists *routing.Lists, r *http.Request) (body []byte, name string) {
 	body, name = lists.Answer(r)
 	if body == nil {
-		if who, ok := m.names.Lookup(name); ok {
+		if who, ok := m.names.Find(name); ok {
 			body = lists.Entry(cmp.Or(who.Model, who.Consumer))
 		}
 	}

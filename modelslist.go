@@ -52,6 +52,9 @@ func (j *job) ownEntry(r *http.Request) []byte {
 	m := j.handler.byModel
 	body, name := m.answer(m.lists, r)
 	who, ok := m.names.Lookup(name)
+	if !ok {
+		who, ok = j.matches(r, name)
+	}
 	if name == "" || !ok || j.handler.app.modelNames[who.Consumer].Same(name, who.Model) {
 		return nil
 	}

@@ -131,6 +131,14 @@ func (n *Names) addPattern(p like) error {
 	return nil
 }
 
+// Find finds who is meant by a name: by Lookup, else by Match.
+func (n *Names) Find(name string) (who Found, ok bool) {
+	if who, ok = n.Lookup(name); ok {
+		return who, true
+	}
+	return n.Match(name)
+}
+
 // Match finds who is meant by a name that Lookup does not find: by the pattern that fits it best, which is the one with the longest
 // beginning, then the one with the longest end.
 func (n *Names) Match(name string) (who Found, ok bool) {

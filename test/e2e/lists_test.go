@@ -111,6 +111,18 @@ func TestN3_AModelIsShownByASpellingThatItsServerTakesForItsName(t *testing.T) {
 	require.Equal(t, "llama3.2:3b", jsonField(t, s.get("/ollama/v1/models/my%20model"), "id"), "its server knows no such name")
 }
 
+func TestN3_AModelIsShownByANameThatOnlyAPatternFits(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{
+		Consumers: []consumer{shelf("ollama", modelserver.Ollama, "vram 4GiB\nmodels auto\nmodel llama3.2:3b {\nvram 3GiB\nalias gpt-*\n}", map[string]float64{"llama3.2:3b": 3, "gpt-oss:20b": 4})},
+		Routes:    "handle_path /all/* {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
+	})
+	for path, want := range map[string]string{"/all/v1/models/gpt-4o": "llama3.2:3b", "/all/v1/models/gpt-oss:20b": "gpt-oss:20b", "/ollama/v1/models/gpt-4o": "llama3.2:3b"} {
+		require.Equal(t, want, jsonField(t, s.get(path), "id"), path)
+	}
+	require.Equal(t, 404, s.get("/all/v1/models/claude").status)
+}
+
 // A list is asked for again and again by a page that waits for its server.
 func TestAListOfModelsIsThereWhileItsServerStarts(t *testing.T) {
 	t.Parallel()
