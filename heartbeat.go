@@ -163,7 +163,7 @@ func (h *heart) comment() {
 		}
 	}()
 	cut := time.AfterFunc(stuckAfter, func() {
-		_ = http.NewResponseController(innermost(h.ResponseWriter)).SetWriteDeadline(time.Unix(1, 0))
+		_ = http.NewResponseController(innermost(h.ResponseWriter)).SetWriteDeadline(past)
 	})
 	defer cut.Stop()
 	if !h.begun {

@@ -53,17 +53,14 @@ func (h *Handler) newByModel(only *config.Consumer) (*byModel, error) {
 		}
 	}
 	m.lists, m.listed = routing.NewLists(listed), listed
-	var faults [4]error
-	m.sources, faults[0] = routing.NewSources(from)
-	m.names, faults[1] = routing.NewNames(named)
-	var touch config.RoutePatterns
-	m.bypass, faults[2] = config.ParseRoutePatterns(h.Bypass)
-	touch, faults[3] = config.ParseRoutePatterns(h.Touch)
-	m.bypass = append(m.bypass, touch...)
+	var errSources, errNames error
+	m.sources, errSources = routing.NewSources(from)
+	m.names, errNames = routing.NewNames(named)
+	m.bypass, _ = config.ParseRoutePatterns(slices.Concat(h.Bypass, h.Touch)) // newTarget has refused what can't be read
 	if h.Default != "" {
 		m.none = h.targets[h.Default]
 	}
-	return m, errors.Join(faults[:]...)
+	return m, errors.Join(errSources, errNames)
 }
 
 // modelFrom is where the requests of a consumer with models name theirs.
@@ -264,7 +261,7 @@ func (j *job) named(r *http.Request, name string) (*target, error) {
 			return j.means(name, like), nil
 		case offer.Known == lifecycle.No: // to ask for it would unload others for nothing
 			return nil, m.missing(name, slices.DeleteFunc(offer.Listed, func(other string) bool { return !h.shows(other) }))
-		case offer.Silent != "" && len(h.fixed.candidates) == 0: // else a fallback may serve it
+		case offer.Silent != "" && h.fixed.candidates == nil: // else a fallback may serve it
 			return nil, untold(m.only.Name, name, offer.Silent)
 		}
 		if j.turn = offer.Elsewhere; j.turn {
@@ -309,7 +306,7 @@ func (j *job) means(name string, who routing.Found) *target {
 // the consumer's server knows the model by; empty: it knows the client's.
 func (j *job) takes(name string, t *target, model, own string) *target {
 	j.model = model
-	if own != "" || len(t.candidates) > 0 || t.sent.byModel != nil {
+	if own != "" || t.candidates != nil || t.sent.byModel != nil {
 		j.asked, j.askedOf, j.own = name, t.name, own
 	}
 	return t

@@ -12,6 +12,19 @@ var equivalent = map[string]string{
 	`routing/values.go: integer: return 0, false, bad("field %q must be a whole number", field) => return 0, true, bad("field %q must be a whole number", field)`:                                                                                    withError,
 	`lifecycle/process/output.go: add: return -1 // what would move the cursor of who reads it => return -2 // what would move the cursor of who reads it`:                                                                                           "strings.Map drops a character for any negative value",
 
+	`routing/values.go: seconds: return 0, err => return 1, err`: withError,
+	`routing/scan.go: string: for i+8 <= len(buf) && allPlain(binary.LittleEndian.Uint64(buf[i:])) { => for i+8 < len(buf) && allPlain(binary.LittleEndian.Uint64(buf[i:])) {`: "the last eight bytes are read one by one instead",
+
+	"request path/run.go: run: if limit := j.target.maxRun; limit > 0 { => if limit := j.target.maxRun; limit > 1 {": "the bound would be a nanosecond",
+
+	"lifecycle/process/child_linux.go: hold: runtime.UnlockOSThread() => {}":                                                                                          "the runtime parks a main thread whose goroutine has ended, and works with others",
+	"lifecycle/process/reap_linux.go: endOrphans: for wait := firstLook; ; wait = min(2*wait, lastLook) { => for wait := firstLook; ; wait = min(3*wait, lastLook) {": pace,
+	"lifecycle/process/reap_linux.go: endOrphans: for wait := firstLook; ; wait = min(2*wait, lastLook) { => for wait := firstLook; ; wait = min(1*wait, lastLook) {": pace,
+	"lifecycle/process/reap_linux.go: : firstLook    = 2 * time.Millisecond => firstLook    = 3 * time.Millisecond":                                                   pace,
+	"lifecycle/process/reap_linux.go: : firstLook    = 2 * time.Millisecond => firstLook    = 1 * time.Millisecond":                                                   pace,
+	"lifecycle/process/reap_linux.go: : lastLook     = 50 * time.Millisecond => lastLook     = 51 * time.Millisecond":                                                 pace,
+	"lifecycle/process/reap_linux.go: : lastLook     = 50 * time.Millisecond => lastLook     = 25 * time.Millisecond":                                                 pace,
+
 	"scheduler/words.go: Rounded: case abs < time.Millisecond: => case abs <= time.Millisecond:": roundAnyway,
 	"scheduler/words.go: Rounded: case abs < time.Second: => case abs <= time.Second:":           roundAnyway,
 	"scheduler/words.go: Rounded: case abs < time.Minute: => case abs <= time.Minute:":           roundAnyway,
@@ -24,3 +37,5 @@ var equivalent = map[string]string{
 const roundAnyway = "the bound itself is a whole number of either unit"
 
 const withError = "Peek drops all facts of a body that has an error"
+
+const pace = "it changes only how often something is looked at"

@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
@@ -46,5 +47,20 @@ func TestK1_WhenALoadHasComeToNothing(t *testing.T) {
 			still = l.still
 			require.Equal(t, l.over, o.toNothing(began.Add(l.at), l.absent, []lifecycle.Model{{Name: l.listed}}), "%s, at %s", name, l.at)
 		}
+	}
+}
+
+func TestTheMemoryOfAllModelsIsKnownOnlyIfThatOfEachIs(t *testing.T) {
+	for _, c := range []struct {
+		holds []gpu.Bytes
+		want  gpu.Bytes
+	}{
+		{nil, -1}, {[]gpu.Bytes{5}, 5}, {[]gpu.Bytes{5, 7}, 12}, {[]gpu.Bytes{0}, 0}, {[]gpu.Bytes{0, 7}, 7}, {[]gpu.Bytes{5, -1}, -1}, {[]gpu.Bytes{-1, 5}, -1},
+	} {
+		var models []lifecycle.Model
+		for _, holds := range c.holds {
+			models = append(models, lifecycle.Model{Resident: holds})
+		}
+		require.Equal(t, c.want, sumOf(models), "%v", c.holds)
 	}
 }

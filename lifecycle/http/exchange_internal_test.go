@@ -3,11 +3,15 @@ package httplife
 import (
 	"context"
 	"errors"
+	"io"
 	"net"
+	"net/http"
 	"net/url"
 	"os"
+	"strings"
 	"syscall"
 	"testing"
+	"testing/iotest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -39,4 +43,39 @@ func TestNetworkErrorsAreClassified(t *testing.T) {
 			assert.NotContains(t, got.Error(), "hidden")
 		})
 	}
+}
+
+func TestAnAnswerIsReadNoFurtherThanItIsNeeded(t *testing.T) {
+	full := strings.Repeat("x", maxAnswer)
+	for name, c := range map[string]struct {
+		reads reads
+		body  io.Reader
+		want  string
+		err   error
+	}{
+		"where the status says all": {readStatus, iotest.ErrReader(errors.New("it is read")), "", nil},
+		"an empty one":              {readJSON, strings.NewReader(""), "", nil},
+		"up to the bound":           {readJSON, strings.NewReader(full), full, nil},
+		"above it":                  {readJSON, strings.NewReader(full + "y"), "", errTooLarge},
+		"that breaks off":           {readJSON, io.MultiReader(strings.NewReader("half"), iotest.ErrReader(io.ErrUnexpectedEOF)), "half", io.ErrUnexpectedEOF},
+		"a text up to the bound":    {readToEnd, strings.NewReader(full), full, nil},
+		"a text above it":           {readToEnd, strings.NewReader(full + "yy"), full, nil},
+		"a text that breaks off":    {readToEnd, io.MultiReader(strings.NewReader(full+"y"), iotest.ErrReader(io.ErrUnexpectedEOF)), full, io.ErrUnexpectedEOF},
+		"a text that is waited for": {readToEnd, io.MultiReader(strings.NewReader("a"), strings.NewReader("b")), "ab", nil},
+	} {
+		got, err := (&route{reads: c.reads}).read(c.body)
+		assert.True(t, c.want == string(got), "%s: %d bytes", name, len(got))
+		assert.Equal(t, c.err, err, name)
+	}
+}
+
+// The bounds of an exchange are wide enough for an honest server, and none may take Caddy's memory or connections.
+func TestAnExchangeIsBounded(t *testing.T) {
+	transport := newClient().Transport.(*http.Transport)
+	assert.Equal(t, 8, transport.MaxConnsPerHost)
+	assert.EqualValues(t, 64<<10, transport.MaxResponseHeaderBytes)
+	assert.EqualValues(t, 1<<20, maxAnswer)
+	assert.Equal(t, 10*time.Second, dialTimeout, "the system tries again after 1, 3 and 7 seconds")
+	assert.True(t, transport.DisableKeepAlives, "a connection that is kept would outlive the server that is ended")
+	assert.True(t, transport.DisableCompression)
 }

@@ -48,7 +48,7 @@ func (s *secretSet) addPart(v string) {
 func (s *secretSet) addHeader(v string) {
 	s.addValue(v)
 	scheme, credentials, ok := strings.Cut(v, " ")
-	if !ok {
+	if !ok || strings.ContainsAny(scheme, "=;,") { // as in Cookie: the first word is part of the secret
 		scheme, credentials = "", v
 	}
 	for _, word := range strings.FieldsFunc(credentials, func(r rune) bool { return strings.ContainsRune(` ;,"`, r) }) {

@@ -1,6 +1,10 @@
 package process
 
-import "sync"
+import (
+	"sync"
+
+	"go.uber.org/zap"
+)
 
 // SetShell makes the guard be run by another shell, and the lack of one be told anew.
 func SetShell(path string) (restore func()) {
@@ -28,6 +32,17 @@ func Forge(dir, mark, boot string, owner, leader int, ownerStart, leaderStart ui
 	return r.save(dir)
 }
 
+// Kill looks once for what is left of a server that left no process, beside those of earlier looks.
+func Kill(earlier ...int) (found bool) {
+	const nobody = 1<<22 + 1 // above the greatest PID that Linux gives away
+	c := &child{record: &record{Mark: "NOBODY", Leader: identity{PID: nobody}}, log: zap.NewNop()}
+	seen := map[identity]bool{}
+	for _, pid := range earlier {
+		seen[identity{pid, StartOf(pid)}] = true
+	}
+	return c.kill(seen)
+}
+
 // StartOf is the start time of a process; 0 if it does not live.
 func StartOf(pid int) uint64 {
 	p, err := readProc(pid)
@@ -35,6 +50,15 @@ func StartOf(pid int) uint64 {
 		return 0
 	}
 	return p.start
+}
+
+// ParentOf is the PID of the parent of a process.
+func ParentOf(pid int) int {
+	p, err := readProc(pid)
+	if err != nil {
+		panic(err)
+	}
+	return p.parent
 }
 
 // GroupOf are the processes that live in a process group.

@@ -79,7 +79,7 @@ func (o *output) lines(stream string, r io.Reader) {
 			o.add(stream, current)
 			current, returned = current[:0], false
 			continue
-		case returned:
+		case returned && b != '\r':
 			current = current[:0]
 		}
 		if returned = b == '\r'; !returned && len(current) < most {

@@ -3,6 +3,7 @@
 package process_test
 
 import (
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -110,8 +111,15 @@ func TestFC28WhatLeftTheGroupOfAKilledCaddyIsReapedAtTheNextStart(t *testing.T) 
 			c.kill()
 			soonGone(t, c.server)
 			require.Eventually(t, func() bool { return len(carriers(t, dir)) == 2 }, prompt, time.Millisecond, "they have survived")
+			began := time.Now()
 			require.Equal(t, 2, reap(t, dir))
 			gone(t, all...)
+			if took := time.Since(began); slices.Contains(args, "-deafworkers") {
+				require.GreaterOrEqual(t, took, 2*time.Second, "they get time to end by themselves")
+				require.Less(t, took, 5*time.Second, "and no more than that")
+			} else {
+				require.Less(t, took, 2*time.Second, "they are asked first, and heed it")
+			}
 			require.Empty(t, process.Records(dir))
 			require.Zero(t, reap(t, dir))
 		})
@@ -144,6 +152,24 @@ func TestThatThereIsNoShellIsToldOnce(t *testing.T) {
 		gone(t, append(workers, pid)...)
 	}
 	require.Equal(t, 1, logs.FilterMessageSnippet("there is no /no/such/sh").Len())
+}
+
+// A number alone may be another process's by now; with the time of its start it names a process for good.
+func TestAProcessIsKnownWithItsParentItsGroupAndTheTimeOfItsStart(t *testing.T) {
+	uptime := func() (ticks float64) {
+		raw, err := os.ReadFile("/proc/uptime")
+		require.NoError(t, err)
+		_, err = fmt.Sscan(string(raw), &ticks)
+		require.NoError(t, err)
+		return 100 * ticks
+	}
+	before := uptime()
+	pid := stranger(t)
+	start := float64(process.StartOf(pid))
+	require.Equal(t, os.Getpid(), process.ParentOf(pid))
+	require.Equal(t, []int{pid}, process.GroupOf(pid))
+	require.GreaterOrEqual(t, start, before-1)
+	require.LessOrEqual(t, start, uptime()+1)
 }
 
 // stranger is a process that nobody here may touch.
@@ -185,6 +211,16 @@ func TestAStrangerWithAReusedNumberIsNotTouched(t *testing.T) {
 		require.Equal(t, 1, reap(t, dir))
 		gone(t, pid)
 	})
+}
+
+// One that is about to end has lost its mark, and may hold memory of a GPU until it is gone.
+func TestAServerHasEndedOnlyOnceAllThatWasSeenOfItHas(t *testing.T) {
+	alive, gone := stranger(t), 1<<22+2
+	require.True(t, process.Kill(alive))
+	require.True(t, process.Kill(alive, gone))
+	require.NotZero(t, process.StartOf(alive), "it carries no mark, so it is not touched")
+	require.False(t, process.Kill(gone))
+	require.False(t, process.Kill())
 }
 
 func TestTwoCaddysDoNotGiveAwayTheSamePort(t *testing.T) {
