@@ -52,6 +52,19 @@ func carriers(t *testing.T, dir string) []int {
 	return pids
 }
 
+// isDeaf reports whether a process ignores SIGTERM.
+func isDeaf(t *testing.T, pid int) bool {
+	t.Helper()
+	raw, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	require.NoError(t, err)
+	_, rest, ok := strings.Cut(string(raw), "\nSigIgn:\t")
+	require.True(t, ok)
+	var ignored uint64
+	_, err = fmt.Sscanf(rest, "%x", &ignored)
+	require.NoError(t, err)
+	return ignored&(1<<(syscall.SIGTERM-1)) != 0
+}
+
 func pidOf(t *testing.T, text string) (pid int) {
 	t.Helper()
 	for _, c := range text {
@@ -111,10 +124,14 @@ func TestFC28WhatLeftTheGroupOfAKilledCaddyIsReapedAtTheNextStart(t *testing.T) 
 			c.kill()
 			soonGone(t, c.server)
 			require.Eventually(t, func() bool { return len(carriers(t, dir)) == 2 }, prompt, time.Millisecond, "they have survived")
+			deaf := slices.Contains(args, "-deafworkers")
+			require.Eventually(t, func() bool {
+				return !deaf || !slices.ContainsFunc(carriers(t, dir), func(pid int) bool { return !isDeaf(t, pid) })
+			}, patience, time.Millisecond, "they were asked before they could be deaf")
 			began := time.Now()
 			require.Equal(t, 2, reap(t, dir))
 			gone(t, all...)
-			if took := time.Since(began); slices.Contains(args, "-deafworkers") {
+			if took := time.Since(began); deaf {
 				require.GreaterOrEqual(t, took, 2*time.Second, "they get time to end by themselves")
 				require.Less(t, took, 5*time.Second, "and no more than that")
 			} else {
