@@ -90,6 +90,7 @@ func TestAnAdmittedRequestIsToldHowLongItWaited(t *testing.T) {
 		{broker.Lease{Consumer: "a", Upstream: h.fixed.upstream, Queued: 1500 * time.Millisecond, Loading: 250 * time.Millisecond}, "gpu-queue;dur=1500.0, gpu-load;dur=250.0", "1750", nil},
 		{broker.Lease{Consumer: "a", Upstream: h.fixed.upstream, Loading: 1500 * time.Microsecond}, "gpu-queue;dur=0.0, gpu-load;dur=1.5", "1", nil},
 		{broker.Lease{Consumer: "a", Upstream: h.fixed.upstream, Queued: 1500 * time.Microsecond}, "gpu-queue;dur=1.5, gpu-load;dur=0.0", "1", nil},
+		{broker.Lease{Consumer: "a", Upstream: h.fixed.upstream, Queued: time.Hour + 100*time.Microsecond}, "gpu-queue;dur=3600000.1, gpu-load;dur=0.0", "3600000", nil},
 		{broker.Lease{Consumer: "a", Upstream: "127.0.0.1:7"}, "gpu-queue;dur=0, gpu-load;dur=0", nil, "127.0.0.1:7"}, // a reload has moved it
 	} {
 		w, r := request("GET", "/work")
@@ -268,5 +269,55 @@ func TestTheEndOfAFullReasonIsTheEndOfACharacter(t *testing.T) {
 		want  int
 	}{{"", 0, 0}, {"ab", 2, 2}, {"ab", 3, 2}, {"ab", 1, 1}, {"üb", 2, 2}, {"üb", 1, 0}, {"aüb", 2, 1}, {"a€b", 3, 1}} {
 		require.Equal(t, c.want, cutAt(c.text, c.bound), "%q at %d", c.text, c.bound)
+	}
+}
+
+// The work of such a request outlives its answer, which names the job that does it.
+func TestTheJobThatAnAnswerNamesIsFollowed(t *testing.T) {
+	asked := make(chan string, 100)
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if strings.HasPrefix(r.URL.Path, "/jobs/") {
+			select {
+			case asked <- r.URL.Path:
+			default:
+			}
+		}
+		_, _ = w.Write([]byte(`{"done":true}`))
+	}))
+	t.Cleanup(srv.Close)
+	app, ctx := newApp(t, map[string]any{"name": "a", "vram": "1GiB", "upstream": srv.Listener.Addr().String(), "async": true, "async_routes": []string{"POST /prompt"},
+		"lifecycle": map[string]any{"protocol": "http", "jobs": map[string]any{"path": "/jobs/{item}", "id": "$.id", "done": "$.done"}, "unload": map[string]any{"path": "/unload"}}})
+	require.NoError(t, app.Start())
+	h := &Handler{Route: gpucaddyfile.Route{Consumer: "a"}}
+	require.NoError(t, h.Provision(ctx))
+	for _, c := range []struct {
+		path   string
+		status int
+		answer string
+		job    string // that is followed then
+	}{
+		{"/prompt", 200, `{"id":7}`, "/jobs/7"},
+		{"/prompt", 400, `{"id":8}`, ""}, // it was refused
+		{"/other", 200, `{"id":9}`, ""},
+		{"/prompt", 202, `{"id":10}`, "/jobs/10"},
+	} {
+		w, r := post("POST", c.path, "{}")
+		require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) error {
+			w.WriteHeader(c.status)
+			for _, part := range strings.SplitAfter(c.answer, ":") {
+				_, _ = w.Write([]byte(part))
+			}
+			return nil
+		})))
+		require.Equal(t, c.answer, w.Body.String())
+		if c.job == "" {
+			continue // that none of them is asked for is seen by the next
+		}
+		select {
+		case path := <-asked:
+			require.Equal(t, c.job, path)
+		case <-time.After(20 * time.Second):
+			t.Fatal("nobody asks for " + c.job)
+		}
 	}
 }

@@ -162,3 +162,15 @@ func TestARouteWithOneConsumerSendsAnotherNameToo(t *testing.T) {
 	_, _, got = sends(t, ctx, fallback)("/v1/chat/completions", "", `{"model":"whatever"}`)
 	require.Equal(t, `{"model":"whatever"}`, got, "the consumer's own word is for its own fallbacks")
 }
+
+func TestANameInAHeaderIsTranslatedBesideABodyThatNobodyLooksInto(t *testing.T) {
+	srv := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	t.Cleanup(srv.Close)
+	app, ctx := newApp(t, map[string]any{"name": "many", "vram": "1GiB", "upstream": srv.Listener.Addr().String(), "models": []map[string]any{{"name": "m1", "alias": []string{"m1-alias"}}},
+		"lifecycle": map[string]any{"protocol": "http", "unload": map[string]any{"path": "/unload/{model}"}}})
+	require.NoError(t, app.Start())
+	send := sends(t, ctx, gpucaddyfile.Route{ModelFrom: []config.ModelFrom{{Source: config.FromHeader, Name: "X-Model"}}})
+	_, r, body := send("/v1/chat/completions", "m1-alias", `{"model":"m1-alias"`)
+	require.Equal(t, "m1", r.Header.Get("X-Model"))
+	require.Equal(t, `{"model":"m1-alias"`, body)
+}

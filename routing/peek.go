@@ -218,7 +218,7 @@ func (y *Body) look(h http.Header, p *Plan, facts *Facts) error {
 		y.in.chunk = piece[:]
 	}
 	kinds := h["Content-Type"]
-	if len(kinds) > 1 && slices.ContainsFunc(kinds, func(kind string) bool { return kind != kinds[0] }) {
+	if slices.ContainsFunc(kinds, func(kind string) bool { return kind != kinds[0] }) {
 		return bad("the request has %d different headers Content-Type", len(kinds))
 	}
 	kind, params := mediaType(h.Get("Content-Type"))

@@ -77,3 +77,18 @@ func FuzzUnloads(f *testing.F) {
 		}
 	})
 }
+
+func TestAKeyMayBeWrittenInEscapesOrInAnotherCase(t *testing.T) {
+	for body, want := range map[string]bool{
+		"": false, `\u00`: false, `\u004`: true, `\u0041`: true, `\u005f`: true, `\u0061`: true, `\u007a`: true, `\u0031`: false, `\u0080`: false, `\u00e9`: false,
+		`\u00e9 \u0061`: true, `\u0030\u0031`: false, `u0061`: false, `\u0161`: false,
+	} {
+		require.Equal(t, want, escapesLetters([]byte(body)), body)
+	}
+	for _, c := range []struct {
+		body, field string
+		want        int
+	}{{"", "a", -1}, {"a", "a", 0}, {"xA", "a", 1}, {"keepalive keep_Alive", "keep_alive", 10}, {"keep_aliv", "keep_alive", -1}, {"KEEP_ALIVE", "keep_alive", 0}, {"kkeep", "keep", 1}} {
+		require.Equal(t, c.want, indexFold([]byte(c.body), c.field), "%+v", c)
+	}
+}

@@ -20,6 +20,13 @@ var equivalent = map[string]string{
 	"lifecycle/process/child_linux.go: hold: runtime.UnlockOSThread() => {}":                                                                                          "the runtime parks a main thread whose goroutine has ended, and works with others",
 	"lifecycle/process/reap_linux.go: endOrphans: for wait := firstLook; ; wait = min(2*wait, lastLook) { => for wait := firstLook; ; wait = min(3*wait, lastLook) {": pace,
 	"lifecycle/process/reap_linux.go: endOrphans: for wait := firstLook; ; wait = min(2*wait, lastLook) { => for wait := firstLook; ; wait = min(1*wait, lastLook) {": pace,
+	"lifecycle/process/reap_linux.go: endOrphans: left[r.Mark] = true => left[r.Mark] = false":                                                                        "the mark counts by being there, until what lives of it is noted below",
+	"lifecycle/process/output.go: lines: in := bufio.NewReaderSize(r, 64<<10) => in := bufio.NewReaderSize(r, 65<<10)":                                                pieces,
+	"lifecycle/process/output.go: lines: in := bufio.NewReaderSize(r, 64<<10) => in := bufio.NewReaderSize(r, 32<<10)":                                                pieces,
+	"lifecycle/process/output.go: lines: in := bufio.NewReaderSize(r, 64<<10) => in := bufio.NewReaderSize(r, 64<<11)":                                                pieces,
+	"lifecycle/process/output.go: lines: in := bufio.NewReaderSize(r, 64<<10) => in := bufio.NewReaderSize(r, 64<<5)":                                                 pieces,
+	"lifecycle/http/driver.go: poll: for wait := firstPoll; ; wait = min(2*wait, lastPoll) { => for wait := firstPoll; ; wait = min(3*wait, lastPoll) {":              pace,
+	"lifecycle/http/driver.go: poll: for wait := firstPoll; ; wait = min(2*wait, lastPoll) { => for wait := firstPoll; ; wait = min(1*wait, lastPoll) {":              pace,
 	"lifecycle/process/reap_linux.go: : firstLook    = 2 * time.Millisecond => firstLook    = 3 * time.Millisecond":                                                   pace,
 	"lifecycle/process/reap_linux.go: : firstLook    = 2 * time.Millisecond => firstLook    = 1 * time.Millisecond":                                                   pace,
 	"lifecycle/process/reap_linux.go: : lastLook     = 50 * time.Millisecond => lastLook     = 51 * time.Millisecond":                                                 pace,
@@ -39,3 +46,5 @@ const roundAnyway = "the bound itself is a whole number of either unit"
 const withError = "Peek drops all facts of a body that has an error"
 
 const pace = "it changes only how often something is looked at"
+
+const pieces = "it changes only how much is read at once"

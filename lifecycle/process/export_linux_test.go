@@ -61,6 +61,20 @@ func ParentOf(pid int) int {
 	return p.parent
 }
 
+// UnmarkedChildrenOf are the children of a process that live and carry no mark.
+func UnmarkedChildrenOf(pid int) (pids []int) {
+	living, err := processes()
+	if err != nil {
+		panic(err)
+	}
+	for _, p := range living {
+		if p.parent == pid && mark(p.pid) == "" {
+			pids = append(pids, p.pid)
+		}
+	}
+	return pids
+}
+
 // GroupOf are the processes that live in a process group.
 func GroupOf(group int) []int {
 	living, err := processes()

@@ -103,6 +103,7 @@ func TestLinesThatALogIsTooSlowForAreCounted(t *testing.T) {
 	<-o.written
 	told := logs.FilterMessageSnippet("lines are left out").All()
 	require.Len(t, told, 1, "once, and not after every line")
+	require.Equal(t, zapcore.WarnLevel, logs.All()[logs.Len()-1].Level, "when those that were kept are logged")
 	dropped := int(told[0].ContextMap()["lines"].(int64))
 	require.Equal(t, written, dropped+logs.FilterMessage("output of the server").Len())
 	require.InDelta(t, written-maxLogging, dropped, 1, "one may be on its way to the log")

@@ -128,6 +128,33 @@ func TestAnOrphanOfTheServerIsItsOwnByItsMark(t *testing.T) {
 	require.False(t, o.Owns(orphan))
 }
 
+// What clears its environment has no mark: its group or its parent tells whose it is.
+func TestAChildOfTheServerIsItsOwnThoughItCarriesNoMark(t *testing.T) {
+	self, err := os.Executable()
+	require.NoError(t, err)
+	raw, err := json.Marshal([]string{"/bin/sh", "-c", `env -i sleep 60 & env -i setsid sleep 60 & exec "$0" -port {gpu_broker.port}`, self})
+	require.NoError(t, err)
+	o := open(t, `{"command": `+string(raw)+`, "env": {"`+roleVariable+`": "server"}, "server": {"health": {"path": "/health"}}}`)
+	pid := o.load(t)
+	var within, beside []int
+	require.Eventually(t, func() bool {
+		within, beside = nil, nil
+		for _, child := range process.UnmarkedChildrenOf(pid) {
+			if slices.Contains(process.GroupOf(pid), child) {
+				within = append(within, child)
+			} else {
+				beside = append(beside, child)
+			}
+		}
+		return len(within) == 1 && len(beside) == 1
+	}, patience, time.Millisecond)
+	t.Cleanup(func() { _ = syscall.Kill(beside[0], syscall.SIGKILL) }) // nothing else tells that it was the server's, once that is gone
+	require.True(t, o.Owns(within[0]))
+	require.True(t, o.Owns(beside[0]))
+	o.unload(t)
+	gone(t, within[0], pid)
+}
+
 func TestAServerThatIsDeafIsKilledAfterItsGrace(t *testing.T) {
 	const grace = 300 * time.Millisecond
 	o := open(t, settings(onPort("-deaf"), `"grace": "300ms"`))

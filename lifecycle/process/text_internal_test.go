@@ -1,6 +1,7 @@
 package process
 
 import (
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -26,6 +27,7 @@ func TestAWordOfACommandHoldsPlaceholdersOnlyWhereItSaysSo(t *testing.T) {
 		text := c.text("command", in)
 		require.Empty(t, c.faults, in)
 		require.Equal(t, want, text.render(map[string]string{"{gpu_broker.port}": "9101"}), in)
+		require.Equal(t, strings.Contains(want, "value"), len(c.values) > 0, "what is no placeholder is no secret: %s", in)
 		require.Equal(t, in == "{env.TEST_WORD}{gpu_broker.port}", text.has("{gpu_broker.port}"), in)
 	}
 	for _, in := range []string{"a\x00b", "{gpu_broker.prot}", "{env.TEST_NO_SUCH_WORD}"} {
