@@ -214,9 +214,7 @@ func overlaid(root, dir string, m mutant, source []byte) (overlay string, err er
 
 var failed = regexp.MustCompile(`(?m)^--- FAIL: (\S+)`)
 
-// apart are the arguments of unshare that give a program a PID namespace of its own, with a shell as its first process. A fault in
-// what ends processes may end all that it sees, which outside would be everything on the machine. Without the namespace, such
-// a fault is not tried.
+// apart are the arguments of unshare that give a program a PID namespace of its own, with a shell as its first process.
 var apart = []string{"--pid", "--fork", "--kill-child", "--mount-proc", "/bin/sh", "-c", `"$0" "$@"; exit $?`}
 
 // test runs tests with a fault and says which failed; empty: none.
@@ -228,7 +226,7 @@ func test(root, tests string, m mutant, which ...string) (string, error) {
 	if m.folder() == "scheduler" {
 		args = append(args, "-rapid.nofailfile", "-rapid.shrinktime=1ms")
 	}
-	if m.folder() == "lifecycle/process" {
+	if m.apart {
 		tests, args = "unshare", slices.Concat(apart, []string{tests}, args)
 	}
 	out, err := output(filepath.Join(root, m.folder()), tests, args...)

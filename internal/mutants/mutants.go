@@ -10,6 +10,7 @@ type mutant struct {
 	old   string // must occur exactly once
 	new   string
 	tests string // matches the tests that must find it; empty: all of the package
+	apart bool   // its tests run in a PID namespace of their own, or not at all
 }
 
 // mutants are the faults that the tests must catch.

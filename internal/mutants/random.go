@@ -24,6 +24,8 @@ type room struct {
 	files     []string // empty: all
 	// e2e are the files of end-to-end tests that are tried on what the package's own tests do not find; empty: none.
 	e2e []string
+	// apart: a fault may end every process that it sees, which without a PID namespace of its own would be all of the machine's.
+	apart bool
 }
 
 var rooms = []room{
@@ -35,7 +37,7 @@ var rooms = []room{
 		e2e: []string{"bodies_test.go", "heartbeat_test.go", "fallback_test.go", "leaving_test.go", "models_test.go", "refusals_test.go", "sent_test.go", "stop_test.go", "translate_test.go"},
 	},
 	{name: "lifecycle/http", dir: "lifecycle/http"},
-	{name: "lifecycle/process", dir: "lifecycle/process"},
+	{name: "lifecycle/process", dir: "lifecycle/process", apart: true},
 }
 
 // outcome is what became of a random fault.
@@ -120,7 +122,7 @@ func candidates(root string, r room, seed uint64) ([]tried, error) {
 
 // unharmed runs the tests of a room without a fault, and reports which fails.
 func unharmed(root, dir string, r room) (by string, err error) {
-	m := mutant{dir: r.dir}
+	m := mutant{dir: r.dir, apart: r.apart}
 	tests := filepath.Join(dir, "unharmed")
 	if out, err := output(root, "go", "test", "-c", "-vet=off", "-ldflags=-s -w", "-o", tests, m.pkg()); err != nil {
 		return "", fmt.Errorf("%w\n%s", err, out)
@@ -178,7 +180,7 @@ func tryOne(root, dir string, t tried) (outcome, string) {
 		return undone, err.Error()
 	}
 	defer func() { _ = os.RemoveAll(dir) }()
-	m := mutant{name: t.change.kind, dir: t.room.dir, file: t.change.file}
+	m := mutant{name: t.change.kind, dir: t.room.dir, file: t.change.file, apart: t.room.apart}
 	source, err := os.ReadFile(filepath.Join(root, t.room.dir, t.change.file))
 	if err != nil {
 		return undone, err.Error()
