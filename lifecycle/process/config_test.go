@@ -92,6 +92,9 @@ func TestCaddyfile(t *testing.T) {
 		grace 20s
 		restart on_failure
 		max_restarts 5
+		env_clear
+		env_pass OLLAMA_* TOKEN
+		env_pass LAST
 	}`)
 	l := new(process.Lifecycle)
 	require.NoError(t, l.UnmarshalCaddyfile(d))
@@ -99,7 +102,7 @@ func TestCaddyfile(t *testing.T) {
 	require.NoError(t, err)
 	require.JSONEq(t, `{"command": ["llama-server", "-m", "/models/q.gguf", "--port", "{gpu_broker.port}"], "ports": "9000-9100",
 		"env": {"A": "b c", "D": "{env.E}"}, "dir": "/srv", "user": "nobody", "signal": "SIGINT", "grace": 20000000000,
-		"restart": "on_failure", "max_restarts": 5}`, string(raw))
+		"restart": "on_failure", "max_restarts": 5, "env_clear": true, "env_pass": ["OLLAMA_*", "TOKEN", "LAST"]}`, string(raw))
 
 	for text, want := range map[string]string{
 		"process":                            "wanted: process COMMAND ARGS...",
@@ -109,6 +112,8 @@ func TestCaddyfile(t *testing.T) {
 		"process x {\n env A\n}":             "wanted: env NAME VALUE",
 		"process x {\n env A b\n env A c\n}": "env A is set twice",
 		"process x {\n grace soon\n}":        `grace "soon" is not a duration`,
+		"process x {\n env_clear on\n}":      "wanted: env_clear, with nothing after it",
+		"process x {\n env_pass\n}":          "wanted: env_pass NAME...",
 		"process x {\n max_restarts few\n}":  `max_restarts "few" is not a number`,
 		"process x {\n dir a b\n}":           "wanted: dir with one value, found 2",
 		"process x {\n health /health\n}":    `unknown word "health"`,

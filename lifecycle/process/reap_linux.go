@@ -41,31 +41,27 @@ func Reap(dir string, logger *zap.Logger) (reaped int, err error) {
 		return 0, errors.Join(faults...)
 	}
 	seen := map[identity]string{} // by whom: the mark of the record
-	left, err := endOrphans(orphaned, seen, logger)
-	if err != nil {
-		faults = append(faults, err)
+	if err := endOrphans(orphaned, seen, logger); err != nil {
+		return len(seen), errors.Join(append(faults, err)...) // the records are kept for the next time
 	}
 	for _, r := range orphaned {
-		if err == nil && !left[r.Mark] {
-			faults = append(faults, r.remove(dir))
-		}
+		faults = append(faults, r.remove(dir))
 	}
 	return len(seen), errors.Join(faults...)
 }
 
-// endOrphans asks all that is left of these servers to end, then kills it. It
-// returns the marks of those of which something is left even then.
-func endOrphans(orphaned []*record, seen map[identity]string, logger *zap.Logger) (left map[string]bool, err error) {
+// endOrphans asks all that is left of these servers to end, then kills it. It fails if something is left even then.
+func endOrphans(orphaned []*record, seen map[identity]string, logger *zap.Logger) error {
 	began := time.Now()
 	asked := map[identity]bool{}
 	var refused error
 	for wait := firstLook; ; wait = min(2*wait, lastLook) {
 		living, err := processes()
 		if err != nil {
-			return nil, err
+			return err
 		}
 		marks := markCache{}
-		left = map[string]bool{}
+		left := map[string]bool{}
 		for _, r := range orphaned {
 			for _, p := range r.owned(living, r.groupLives(living), marks.of) {
 				id := p.identity()
@@ -89,11 +85,11 @@ func endOrphans(orphaned []*record, seen map[identity]string, logger *zap.Logger
 		}
 		switch {
 		case len(left) == 0:
-			return left, nil
+			return nil
 		case refused != nil:
-			return left, fmt.Errorf("processes that an earlier Caddy has left can't be ended: %w: end them by hand", refused)
+			return fmt.Errorf("processes that an earlier Caddy has left can't be ended: %w: end them by hand", refused)
 		case time.Since(began) >= reapGrace+reapPatience:
-			return left, errors.New("processes that an earlier Caddy has left do not end, even killed: they may hold GPU memory until the host is restarted")
+			return errors.New("processes that an earlier Caddy has left do not end, even killed: they may hold GPU memory until the host is restarted")
 		}
 		time.Sleep(wait) // nothing tells of the end of a process that is not a child
 	}

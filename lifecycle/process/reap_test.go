@@ -240,6 +240,27 @@ func TestAServerHasEndedOnlyOnceAllThatWasSeenOfItHas(t *testing.T) {
 	require.False(t, process.Kill())
 }
 
+// Servers that are asked twice, as with Ctrl+C, drop their work.
+func TestWhatAKilledCaddyLeftIsAskedToEndOnce(t *testing.T) {
+	dir, told := t.TempDir(), filepath.Join(t.TempDir(), "told")
+	cmd := exec.Command("/bin/sh", "-c", `trap 'echo asked >> "$0"; asked=1' TERM; echo ready >> "$0"; i=0; while [ $i -lt 4 ]; do sleep 0.05; [ -z "$asked" ] || i=$((i+1)); done`, told)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	require.NoError(t, cmd.Start())
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	t.Cleanup(func() { _ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) })
+	text := func() string {
+		raw, _ := os.ReadFile(told)
+		return string(raw)
+	}
+	require.Eventually(t, func() bool { return text() == "ready\n" }, patience, time.Millisecond)
+	pid := cmd.Process.Pid
+	require.NoError(t, process.Forge(dir, "MARK", bootid.Get(), os.Getpid(), pid, process.StartOf(os.Getpid())-1, process.StartOf(pid)))
+	require.NotZero(t, reap(t, dir))
+	<-ended
+	require.Equal(t, "ready\nasked\n", text())
+}
+
 func TestTwoCaddysDoNotGiveAwayTheSamePort(t *testing.T) {
 	config := settings([]string{"-port", "{gpu_broker.port}"})
 	addresses := make(chan string, 2)
