@@ -11,6 +11,7 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
@@ -145,14 +146,14 @@ func TestABodyThatCannotBeReadIsRefusedForItsReason(t *testing.T) {
 		err     error
 		status  int
 		code    string
-		retry   bool
+		retry   time.Duration
 		nothing bool // the client has left
 	}{
 		{err: fmt.Errorf("%w: 5 bytes", routing.ErrTooLarge), status: 413, code: "body_too_large"},
 		{err: fmt.Errorf("read: %w", &http.MaxBytesError{Limit: 3}), status: 413, code: "body_too_large"},
 		{err: routing.ErrEncoding, status: 415, code: "unsupported_encoding"},
-		{err: routing.ErrNoRoom, status: 503, code: "queue_full", retry: true},
-		{err: routing.ErrSpill, status: 503, code: "storage_full", retry: true},
+		{err: routing.ErrNoRoom, status: 503, code: "queue_full", retry: 5 * time.Second},
+		{err: routing.ErrSpill, status: 503, code: "storage_full", retry: 30 * time.Second},
 		{err: io.ErrUnexpectedEOF, nothing: true},
 		{err: &net.OpError{Op: "read", Err: errors.New("connection reset by peer")}, nothing: true},
 		{err: &net.OpError{Op: "read", Err: os.ErrDeadlineExceeded}, status: 400, code: "bad_request"},
@@ -167,7 +168,7 @@ func TestABodyThatCannotBeReadIsRefusedForItsReason(t *testing.T) {
 		require.ErrorAs(t, got, &f, "%v", c.err)
 		require.Equal(t, c.status, f.status, "%v", c.err)
 		require.Equal(t, c.code, f.code, "%v", c.err)
-		require.Equal(t, c.retry, f.retryAfter > 0, "%v", c.err)
+		require.Equal(t, c.retry, f.retryAfter, "%v", c.err)
 	}
 	why := errors.New("why it ended")
 	ctx, cancel := context.WithCancelCause(r.Context())

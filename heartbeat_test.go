@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 	"testing/iotest"
@@ -145,8 +146,8 @@ func TestWhatIsNoStreamBecomesOneBoundedEvent(t *testing.T) {
 		"an error of ollama's form": {404, "application/json", `{"error":"model \"x\" not found"}`, `consumer "a" answered with status 404: model "x" not found`, ""},
 		"a page":                    {502, "text/html", "<p>bad\ngateway</p>", "consumer \"a\" answered with status 502: <p>bad\ngateway</p>", ""},
 		"an answer in one piece":    {200, "application/json", `{"choices":[]}`, `consumer "a" answered with "application/json" instead of an event stream: {"choices":[]}`, ""},
-		"a long one":                {500, "text/plain", long, `consumer "a" answered with status 500: ` + long[:toldAnswer], ""},
-		"a long error":              {500, "application/json", `{"error":"x` + long[:10_000] + `"}`, `consumer "a" answered with status 500: x` + long[:toldAnswer-2], ""},
+		"a long one":                {500, "text/plain", long, `consumer "a" answered with status 500: ` + long[:2048], ""},
+		"a long error":              {500, "application/json", `{"error":"x` + long[:10_000] + `"}`, `consumer "a" answered with status 500: x` + long[:2046], ""},
 		"an empty stream":           {200, "text/event-stream", "", `consumer "a" ended its event stream before the first event`, ""},
 		"nothing":                   {0, "", "", `consumer "a" gave no answer`, ""},
 	} {
@@ -176,6 +177,27 @@ func TestWhatIsNoStreamBecomesOneBoundedEvent(t *testing.T) {
 				require.NoError(t, json.Unmarshal(doc.Error, &body))
 				require.Equal(t, errorBody{Message: c.want, Type: "gpu_broker_error", Code: "no_stream", Consumer: "a"}, body)
 			})
+		})
+	}
+}
+
+func TestAnErrorOfAServerIsPassedOnAsItIsUpToItsBound(t *testing.T) {
+	for size, own := range map[int]bool{64 << 10: true, 64<<10 + 1: false} {
+		beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
+			pass(time.Second)
+			synctest.Wait()
+			const frame = `{"error":{"message":""}}`
+			text := strings.Replace(frame, `""`, `"`+strings.Repeat("x", size-len(frame))+`"`, 1)
+			h.Header().Set("Content-Type", "application/json")
+			h.WriteHeader(http.StatusBadRequest)
+			for part := range slices.Chunk([]byte(text), 10_000) {
+				n, err := h.Write(part)
+				require.NoError(t, err)
+				require.Equal(t, len(part), n)
+			}
+			h.close("a")
+			require.Equal(t, own, !strings.Contains(w.Body.String(), "no_stream"), size)
+			require.Equal(t, own, w.Body.Len() > size)
 		})
 	}
 }

@@ -1,6 +1,7 @@
 package gpubroker
 
 import (
+	"errors"
 	"net/http"
 	"net/http/httptest"
 	"sync"
@@ -86,6 +87,94 @@ func TestClientThatTakesNoHeartbeatHoldsNothingUp(t *testing.T) {
 		require.True(t, h.mu.TryLock())
 		h.mu.Unlock()
 		require.True(t, h.stop())
+		h.close("a")
+	})
+}
+
+func TestACommentSaysWhatARequestWaitsFor(t *testing.T) {
+	for want, place := range map[string]broker.Place{
+		": waiting for the answer\n\n":                             {Consumer: "a"},
+		": waiting for a, position 1\n\n":                          {Consumer: "a", Position: 1},
+		": waiting for a, which is being loaded, position 2\n\n":   {Consumer: "a", Position: 2, Loading: true},
+		": waiting for a/m, which is being loaded, position 1\n\n": {Consumer: "a/m", Position: 1, Loading: true},
+	} {
+		require.Equal(t, want, saying(place))
+	}
+}
+
+func TestAnErrorOfTheSiteIsToldWithoutItsCause(t *testing.T) {
+	for _, c := range []struct {
+		err    error
+		status int
+		want   string
+	}{
+		{errors.New("whatever"), http.StatusInternalServerError, "whatever"},
+		{caddyhttp.Error(http.StatusTeapot, errors.New("secret")), http.StatusTeapot, "the request failed with status 418 I'm a teapot"},
+		{caddyhttp.HandlerError{Err: errors.New("without a status")}, http.StatusInternalServerError, caddyhttp.HandlerError{Err: errors.New("without a status")}.Error()},
+	} {
+		f := failureOf(c.err)
+		require.Equal(t, &failure{status: c.status, code: "failed", told: true, message: c.want}, f)
+	}
+}
+
+// A status of its own never reached the client, which got 200 with the first comment.
+func TestTheAccessLogTellsTheStatusThatFollowedHeartbeats(t *testing.T) {
+	for _, c := range []struct {
+		begun  bool
+		status int
+		want   any
+	}{{true, 503, int64(503)}, {true, 200, nil}, {true, 0, nil}, {false, 503, nil}} {
+		_, r := request("GET", "/stream")
+		r, fields := ofServer(r, &caddyhttp.Server{Logs: &caddyhttp.ServerLogConfig{}})
+		(&heart{begun: c.begun}).logStatus(r, c.status)
+		require.Equal(t, c.want, fields()["gpu_status"], "%+v", c)
+	}
+}
+
+func TestOnlyAPlainEventStreamIsOne(t *testing.T) {
+	for _, c := range []struct {
+		kind, coding string
+		want         bool
+		told         string
+	}{
+		{"text/event-stream", "", true, `"text/event-stream"`},
+		{"Text/Event-Stream; charset=utf-8", "Identity", true, `"Text/Event-Stream; charset=utf-8" in "Identity"`},
+		{"text/event-stream", "gzip", false, `"text/event-stream" in "gzip"`},
+		{"text/plain", "", false, `"text/plain"`},
+		{"text/event-stream; =", "", false, `"text/event-stream; ="`},
+		{"", "", false, `""`},
+	} {
+		h := http.Header{"Content-Type": {c.kind}}
+		if c.coding != "" {
+			h.Set("Content-Encoding", c.coding)
+		}
+		require.Equal(t, c.want, isEventStream(h), "%+v", c)
+		require.Equal(t, c.told, kindOf(h))
+	}
+}
+
+func TestAnAnswerIsFlushedOnlyWhereItIsPassedOn(t *testing.T) {
+	beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
+		require.NoError(t, h.FlushError())
+		require.False(t, w.Flushed, "nothing has come")
+		h.WriteHeader(http.StatusOK)
+		require.NoError(t, h.FlushError())
+		require.True(t, w.Flushed)
+	})
+	beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
+		pass(time.Second)
+		synctest.Wait()
+		w.Flushed = false
+		h.Header().Set("Content-Type", "text/event-stream")
+		h.WriteHeader(http.StatusOK)
+		require.NoError(t, h.FlushError())
+		require.False(t, w.Flushed)
+		_, _ = h.Write(nil)
+		require.NoError(t, h.FlushError())
+		require.False(t, w.Flushed, "of a stream without an event there is nothing to send")
+		_, _ = h.Write([]byte("data: 1\n\n"))
+		require.NoError(t, h.FlushError())
+		require.True(t, w.Flushed)
 		h.close("a")
 	})
 }

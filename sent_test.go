@@ -174,3 +174,32 @@ func TestANameInAHeaderIsTranslatedBesideABodyThatNobodyLooksInto(t *testing.T) 
 	require.Equal(t, "m1", r.Header.Get("X-Model"))
 	require.Equal(t, `{"model":"m1-alias"`, body)
 }
+
+func TestABodyIsReadForItsModelsNameAloneOnlyIfItIsSmallAndWhole(t *testing.T) {
+	app, ctx := newApp(t, map[string]any{"name": "many", "vram": "1GiB", "upstream": "127.0.0.1:9", "named_routes": []string{"POST /api/show"}, "models": []map[string]any{{"name": "m1"}},
+		"lifecycle": map[string]any{"protocol": "http", "unload": map[string]any{"path": "/unload/{model}"}}})
+	require.NoError(t, app.Start())
+	h := &Handler{Route: gpucaddyfile.Route{Consumer: "many"}}
+	require.NoError(t, h.Provision(ctx))
+	for _, c := range []struct {
+		path    string
+		length  int64
+		most    int64 // max_body
+		streams bool
+		want    bool
+	}{
+		{"/api/show", 1, 1 << 20, false, true},
+		{"/api/show", 64 << 10, 1 << 20, false, true},
+		{"/api/show", 64<<10 + 1, 1 << 20, false, false},
+		{"/api/show", 10, 10, false, true},
+		{"/api/show", 11, 10, false, false},
+		{"/api/show", -1, 1 << 20, false, false},
+		{"/api/show", 0, 1 << 20, false, false},
+		{"/api/show", 1, 1 << 20, true, false},
+		{"/api/other", 1, 1 << 20, false, false},
+	} {
+		_, r := post("POST", c.path, "x")
+		r.ContentLength, h.maxBody, h.StreamBody = c.length, c.most, c.streams
+		require.Equal(t, c.want, h.looksForName(h.fixed, r), "%+v", c)
+	}
+}

@@ -29,7 +29,7 @@ func TestAStopRefusesWhatIsNewAndCutsWhatRunsAfterItsGrace(t *testing.T) {
 		require.Error(t, p.broker.Ending("a"), "nothing is read for it any more")
 		pass(time.Second - 1)
 		require.Zero(t, ended.Load())
-		pass(1 + 2*cutAgain)
+		pass(1 + 400*time.Millisecond) // five times a second
 		synctest.Wait()
 		require.EqualValues(t, 3, ended.Load(), "it is cut until it is gone")
 		require.True(t, runs.isCut.Load())

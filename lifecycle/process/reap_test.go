@@ -257,7 +257,7 @@ func TestWhatAKilledCaddyLeftIsAskedToEndOnce(t *testing.T) {
 	pid := cmd.Process.Pid
 	require.NoError(t, process.Forge(dir, "MARK", bootid.Get(), os.Getpid(), pid, process.StartOf(os.Getpid())-1, process.StartOf(pid)))
 	require.NotZero(t, reap(t, dir))
-	<-ended
+	require.NoError(t, <-ended)
 	require.Equal(t, "ready\nasked\n", text())
 }
 
