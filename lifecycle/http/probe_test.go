@@ -341,3 +341,12 @@ func TestBusy(t *testing.T) {
 		assert.ErrorContains(t, err, "no busy route")
 	})
 }
+
+func TestRequestsSayWhoAsksUnlessTheConfigurationDoes(t *testing.T) {
+	for header, want := range map[string]string{``: "caddy-gpu-broker", `,"header":{"User-Agent":["mine"]}`: "mine"} {
+		f := newFake(t)
+		f.answer("GET /health", 200, ``)
+		require.Equal(t, lifecycle.Answered, open(t, `{"health":{"path":"/health"`+header+`}}`, f.addr).Probe(t.Context()).Outcome)
+		require.Equal(t, want, f.called("GET /health")[0].header.Get("User-Agent"))
+	}
+}
