@@ -66,3 +66,26 @@ func TestKnownClientCostsNoMemory(t *testing.T) {
 		c.ended("a", at, 1, 1)
 	}))
 }
+
+func TestTheFirstClientGoesFirstWhereNoneCameAgain(t *testing.T) {
+	var c clients
+	for i := range 256 {
+		c.asked(fmt.Sprint(i), time.Unix(int64(i), 0))
+	}
+	require.Len(t, c.list(), 256)
+	for i := range 3 {
+		c.asked(fmt.Sprint("new", i), time.Unix(1000, 0))
+		require.Len(t, c.list(), 256)
+		require.NotContains(t, names(&c), fmt.Sprint(i))
+		require.Contains(t, names(&c), fmt.Sprint(i+1))
+	}
+}
+
+func Test128BytesOfAClientsNameTellItFromOthers(t *testing.T) {
+	var c clients
+	long := strings.Repeat("x", 127)
+	for _, id := range []string{long + "a", long + "b", long + "b" + "more"} {
+		c.asked(id, time.Unix(0, 0))
+	}
+	require.Equal(t, []string{long + "b", long + "a"}, names(&c))
+}

@@ -3,6 +3,7 @@ package broker
 import (
 	"context"
 	"errors"
+	"fmt"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -196,5 +197,30 @@ func TestABrokerThatComesBackTakesUpWhatIsStillThere(t *testing.T) {
 				require.Zero(t, w.servers["a"].count(&w.servers["a"].unloads))
 			})
 		})
+	}
+}
+
+// brokenCall is an error of the network, which may be that of a time-out.
+type brokenCall bool
+
+func (e brokenCall) Error() string   { return "broken" }
+func (e brokenCall) Timeout() bool   { return bool(e) }
+func (e brokenCall) Temporary() bool { return false }
+
+func TestOnlyACallThatTookTooLongHasTimedOut(t *testing.T) {
+	ended, end := context.WithCancel(t.Context())
+	end()
+	for _, c := range []struct {
+		ctx  context.Context
+		err  error
+		want bool
+	}{
+		{t.Context(), errors.New("500 Internal Server Error"), false},
+		{t.Context(), fmt.Errorf("busy: %w", brokenCall(false)), false},
+		{t.Context(), fmt.Errorf("busy: %w", brokenCall(true)), true},
+		{t.Context(), fmt.Errorf("busy: %w", context.DeadlineExceeded), true},
+		{ended, errors.New("connection reset"), true},
+	} {
+		require.Equal(t, c.want, timedOut(c.ctx, c.err), "%v", c.err)
 	}
 }

@@ -419,3 +419,30 @@ func TestADriverThatStaysGetsNewTimeOuts(t *testing.T) {
 		require.Equal(t, []time.Duration{5 * time.Second, 9 * time.Second}, []time.Duration{limits.Probe(), limits.Unload()})
 	})
 }
+
+func TestCheckNamesEveryConsumerWhoseLifecycleFallsShort(t *testing.T) {
+	g := &Generation{Config: &config.Broker{}, Lifecycles: map[string]lifecycle.Guest{}}
+	servers := map[string]*fakeServer{}
+	for _, name := range []string{"good", "bad", "worse", "sharer", "shut"} {
+		c := server(name, gpu.GiB)
+		if name != "good" {
+			c.Models = []*config.Model{{Name: "x"}}
+		}
+		servers[name] = newServer(nil, gpu.GiB)
+		g.Config.Consumers, g.Lifecycles[name] = append(g.Config.Consumers, c), servers[name]
+	}
+	g.Config.Consumers[3].Shares = "good"
+	g.Lifecycles["shut"] = &drivers{fail: errors.New("permission denied")}
+	err := g.Check()
+	require.ErrorContains(t, err, `consumer "bad"`)
+	require.ErrorContains(t, err, `consumer "worse"`)
+	for _, name := range []string{"good", "sharer", "shut"} {
+		require.NotContains(t, err.Error(), name)
+	}
+	for name, s := range servers {
+		require.Equal(t, s.opened, s.closed, name)
+	}
+	require.Equal(t, 1, servers["good"].opened)
+	g.Config.Consumers = g.Config.Consumers[:1]
+	require.NoError(t, g.Check())
+}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -162,5 +163,24 @@ func TestAnUnloadByHandOfWhatIsIdleUnloadedJustNowIsDoneWithIt(t *testing.T) {
 		pass(time.Minute + time.Millisecond)
 		require.NoError(t, w.UnloadByHand(context.Background(), "a", false))
 		require.Equal(t, 1, w.servers["a"].count(&w.servers["a"].unloads))
+	})
+}
+
+func TestATouchIsUseOfEveryModelWithoutARequest(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w, m := newModels(t)
+		defer w.Close()
+		m.tells(lifecycle.Model{Name: "a", Resident: gpu.GiB}, lifecycle.Model{Name: "b", Resident: gpu.GiB})
+		pass(10 * time.Second)
+		require.Empty(t, w.Status().Consumers["m"].LastUsed)
+		before := w.Status().Scheduler.TotalJobs
+		w.Touch("m")
+		w.Touch("nobody")
+		for _, slot := range []string{"m/a", "m/b"} {
+			v, _ := w.slot(slot)
+			require.Equal(t, time.Now(), v.LastUse, slot)
+		}
+		require.Equal(t, stamp(time.Now()), w.Status().Consumers["m"].LastUsed)
+		require.Equal(t, before, w.Status().Scheduler.TotalJobs)
 	})
 }

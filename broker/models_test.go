@@ -299,3 +299,53 @@ func (b *Broker) SlotNames(consumer string) []string {
 	defer b.mu.Unlock()
 	return b.slotNames(consumer)
 }
+
+func TestAReplacementThatIsItselfReplacedIsClosedAndTheLastComes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w, one := newSupervised(t)
+		defer w.Close()
+		l, err := w.Acquire(t.Context(), Request{Consumer: "a"})
+		require.NoError(t, err)
+		changed, two := w.supervisedAs(t, "two")
+		w.reload(t, changed)
+		again, three := w.supervisedAs(t, "three")
+		w.reload(t, again)
+		pass(time.Minute)
+		require.Zero(t, one.opened[0].closed.Load(), "it works")
+		require.EqualValues(t, 1, two.opened[0].closed.Load(), "its turn will never come")
+		l.Release(scheduler.Served)
+		pass(time.Minute)
+		require.EqualValues(t, 1, one.opened[0].closed.Load())
+		w.serves(t, "a")
+		require.True(t, three.opened[0].run.Load())
+
+		last, four := w.supervisedAs(t, "four") // it can be replaced as the first one was
+		w.reload(t, last)
+		pass(time.Minute)
+		w.serves(t, "a")
+		require.EqualValues(t, 1, three.opened[0].closed.Load())
+		require.True(t, four.opened[0].run.Load())
+		require.EqualValues(t, 1, one.opened[0].closed.Load())
+		require.EqualValues(t, 1, two.opened[0].closed.Load())
+	})
+}
+
+func TestAModelThatNobodyNamedClaimsWhatTheServerSaysElseWhatTheConsumerSays(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w, m := newModels(t)
+		defer w.Close()
+		m.tells(lifecycle.Model{Name: "told", Resident: 3 * gpu.GiB}, lifecycle.Model{Name: "untold", Resident: -1})
+		pass(10 * time.Second)
+		slots := map[string]Slot{}
+		for _, sl := range w.Status().Consumers["m"].Slots {
+			slots[sl.Model] = sl
+		}
+		require.EqualValues(t, 3*gpu.GiB, slots["told"].Claim)
+		require.Equal(t, "server", slots["told"].ClaimSource)
+		require.True(t, slots["told"].Adopted)
+		require.EqualValues(t, 2*gpu.GiB, slots["untold"].Claim)
+		require.Equal(t, "config", slots["untold"].ClaimSource)
+		require.True(t, slots["untold"].Adopted)
+		require.False(t, slots["a"].Adopted)
+	})
+}

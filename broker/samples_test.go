@@ -3,6 +3,7 @@ package broker
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -10,6 +11,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 )
@@ -85,5 +88,100 @@ func TestTelemetryThatFailsIsTakenUpAgainWhenItWorks(t *testing.T) {
 		}
 		require.Contains(t, kinds, "telemetry_lost")
 		require.Contains(t, kinds, "telemetry_back")
+	})
+}
+
+func TestFreeMemoryIsStillUntilItMovesByMoreThanTheJitter(t *testing.T) {
+	b := New()
+	defer b.Close()
+	at := time.Unix(1000, 0)
+	look := func(free gpu.Bytes, change ...func(d *gpu.Device)) {
+		at = at.Add(time.Second)
+		d := gpu.Device{Index: 1, Free: free, MemoryKnown: true, Health: gpu.Healthy}
+		for _, f := range change {
+			f(&d)
+		}
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		b.noteFree(d, at)
+	}
+	still := func(want time.Duration, why string) {
+		t.Helper()
+		got, known := b.still(1)
+		require.True(t, known, why)
+		require.Equal(t, want, got, why)
+	}
+	unknown := func(why string) {
+		t.Helper()
+		_, known := b.still(1)
+		require.False(t, known, why)
+	}
+	unknown("nobody has looked")
+	look(8 * gpu.GiB)
+	still(0, "the first look")
+	look(8*gpu.GiB + 64*gpu.MiB)
+	look(8*gpu.GiB - 64*gpu.MiB)
+	still(2*time.Second, "so much is no movement")
+	look(8*gpu.GiB - 64*gpu.MiB - 1)
+	still(0, "it was taken, since the beginning")
+	look(8*gpu.GiB - 1)
+	still(time.Second, "a jitter about what it is now")
+	look(9 * gpu.GiB)
+	still(0, "it came back")
+	look(9 * gpu.GiB)
+	still(time.Second, "")
+	_, known := b.still(0)
+	require.False(t, known, "another GPU")
+	look(9*gpu.GiB, func(d *gpu.Device) { d.Health = gpu.Lost })
+	unknown("it is lost")
+	look(9 * gpu.GiB)
+	still(0, "it is back")
+	look(9*gpu.GiB, func(d *gpu.Device) { d.MemoryKnown = false })
+	unknown("its memory is not read")
+}
+
+func TestAProcessIsTheConsumersThatOwnsItAndElseAnOutsiders(t *testing.T) {
+	d := gpu.Device{Index: 1, UUID: "GPU-2", Total: 16, Free: 9, MemoryKnown: true, Health: gpu.Healthy}
+	named := func(names ...string) func(gpu.Process) bool {
+		return func(p gpu.Process) bool { return slices.Contains(names, p.Name) }
+	}
+	owners := []owner{{slot: "elsewhere", gpu: 0, owns: named("game")}, {slot: "a", gpu: 1, owns: named("a", "worker")}, {slot: "b", gpu: 1, owns: named("b")}, {slot: "none", gpu: 1, owns: named("none")}}
+	require.Nil(t, device(d, owners).Measured, "the driver lists no processes")
+	require.Nil(t, device(d, owners).Outsiders)
+	d.ProcessesKnown = true
+	d.Processes = []gpu.Process{{PID: 1, Name: "a", Used: 2 * gpu.GiB}, {PID: 2, Name: "worker", Used: gpu.GiB}, {PID: 3, Name: "b", Used: -1}}
+	for i := range 6 {
+		d.Processes = append(d.Processes, gpu.Process{PID: 10 + i, Name: "/usr/bin/game", Used: gpu.Bytes(i) * gpu.GiB})
+	}
+	got := device(d, owners)
+	require.Equal(t, map[string]gpu.Bytes{"a": 3 * gpu.GiB, "none": 0}, got.Measured, "how much b has is not told")
+	require.Equal(t, []string{"PID 15 game", "PID 14 game", "PID 13 game", "PID 12 game", "PID 11 game"}, got.Outsiders, "the five largest")
+	require.Equal(t, 1, got.Index)
+	require.False(t, got.Lost)
+	d.Health = gpu.Lost
+	require.True(t, device(d, owners).Lost)
+}
+
+func TestGPUsThatAnotherSamplerDoesNotListAreGone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		core, logs := observer.New(zapcore.WarnLevel)
+		w := newWorld(t, nil, server("a", 4*gpu.GiB))
+		defer w.Close()
+		pass(10 * time.Second)
+		require.Equal(t, 1, w.Status().GPUCount)
+		next := w.generation(t, nil, server("a", 4*gpu.GiB))
+		next.Logger = zap.New(core)
+		next.Sampler = &fakeGPU{total: 8 * gpu.GiB, tells: func(d *gpu.Device) {
+			d.UUID, d.Index, d.MemoryKnown, d.Reason = "GPU-X", 5, false, "not supported"
+		}}
+		next.SamplerKey = "another"
+		w.reload(t, next)
+		pass(time.Minute)
+		require.Len(t, w.Status().GPUs, 1)
+		require.Equal(t, "GPU-X", w.Status().GPUs[0].UUID)
+		said := logs.FilterMessageSnippet("the memory of a GPU is not read").All()
+		require.Len(t, said, 1, "once")
+		require.Equal(t, "not supported", said[0].ContextMap()["reason"])
+		require.EqualValues(t, 5, said[0].ContextMap()["gpu"])
 	})
 }

@@ -6,6 +6,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
 	caddytext "github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/stretchr/testify/require"
 
@@ -317,4 +318,16 @@ func TestAHandOverLooksAtTheMemoryEvery50Milliseconds(t *testing.T) {
 			require.LessOrEqual(t, took, 2*time.Second+late+2*fastInterval, "the load begins soon after its memory is there")
 		})
 	}
+}
+
+func TestAModelSaysWhatItHasOfItsOwnAndHasTheRestOfItsConsumer(t *testing.T) {
+	c := &config.Consumer{Name: "m", VRAM: 8 * gpu.GiB}
+	of := scheduler.SlotConfig{Name: "m", Claim: 9 * gpu.GiB, Residual: gpu.GiB, KeepAlive: time.Minute, IdleTimeout: time.Hour, Concurrency: 3, CanLoad: true, CanUnload: true, CanTell: true}
+	require.Equal(t, scheduler.SlotConfig{Name: "m/x", Consumer: "m", Claim: 8 * gpu.GiB, KeepAlive: time.Minute, IdleTimeout: time.Hour, Concurrency: 3},
+		ModelConfig(of, c, &config.Model{Name: "x"}, lifecycle.Traits{Load: true, Unload: true, Residency: true}))
+	require.Equal(t, scheduler.SlotConfig{Name: "m/x", Consumer: "m", Claim: 2 * gpu.GiB, Pin: true, KeepAlive: time.Second, OwnIdle: true, Concurrency: 1, CanLoad: true, CanUnload: true, CanTell: true},
+		ModelConfig(of, c, &config.Model{Name: "x", VRAM: 2 * gpu.GiB, Pin: true, KeepAlive: caddy.Duration(time.Second), IdleTimeout: new(caddy.Duration), Concurrency: 1}, lifecycle.Traits{LoadModel: true, UnloadModel: true, Models: true}))
+	require.True(t, ModelConfig(of, c, &config.Model{Name: "x"}, lifecycle.Traits{Starts: true}).CanLoad, "its server is started for it")
+	of.Pin = true
+	require.True(t, ModelConfig(of, c, &config.Model{Name: "x"}, lifecycle.Traits{}).Pin)
 }

@@ -268,7 +268,7 @@ func (b *Broker) splitWith(name string, out *Consumer) {
 		return
 	}
 	mine, all := c.cfg.VRAM, b.current.Load().Config.SharedVRAM(c.real().cfg)
-	if mine != all && all > 0 {
+	if mine != all {
 		out.ResidentMiB = int64(float64(out.ResidentMiB) * float64(mine) / float64(all))
 	}
 }

@@ -244,3 +244,78 @@ func TestK9_MemoryOfOthersThatIsFreedMeanwhileIsNoPartOfAFootprint(t *testing.T)
 	require.Equal(t, 4096*gpu.MiB, f.slot("a").Claim)
 	require.False(t, f.slot("a").ClaimSeen)
 }
+
+// keptBack is a world in which a, whose vram is 4096 MiB, has taken 9000 once, and v holds 8000 of which it gives back only so many.
+func keptBack(t *testing.T, back gpu.Bytes) (*fixture, *handle) {
+	cfg := defaults()
+	cfg.MaxEvictions = 0
+	cfg.Slots = []SlotConfig{server("a", 4096), server("v", 8000)}
+	f := givenConfig(t, cfg, 16384)
+	f.probe("a", No)
+	f.probe("v", No)
+	f.cycle("a", 9000)
+	f.warm("v", 8000)
+	f.advance(time.Minute)
+	f.sample()
+	h := f.submit("a")
+	f.requireState("v", Stopping)
+	f.unloaded("v")
+	f.use(-back)
+	for f.slot("v").State == Stopping {
+		f.look(time.Second)
+	}
+	return f, h
+}
+
+func TestK9_ARaisedClaimSettlesForWhatUnloadsBringBack(t *testing.T) {
+	f, h := keptBack(t, 100)
+	f.requireState("a", Loading)
+	require.EqualValues(t, 16384-8000+100-256, f.booking("a"), "all that there is but the cushion")
+	f.loaded("a")
+	f.requireRunning(h)
+	require.Equal(t, 9000*gpu.MiB, f.slot("a").Claim, "what was seen of it is not forgotten for that")
+}
+
+func TestK9_ARaisedClaimIsNotWhatConflictsAreAbout(t *testing.T) {
+	f := given(t, 16384, server("a", 4096, func(c *SlotConfig) { c.Conflicts = []string{"v"} }), server("v", 1000, pinned))
+	f.cycle("a", 9000)
+	f.warm("v", 1000)
+	f.advance(time.Minute)
+	f.sample()
+	h := f.submit("a") // there is room for all of 9000
+	f.requireWaiting(h)
+	f.requireState("a", Idle)
+	f.look(9 * time.Second)
+	f.requireWaiting(h)
+	f.look(2 * time.Second)
+	require.Contains(t, f.requireRefused(h, VRAMExhausted).Message, "v conflicts with it and is protected by pin")
+	require.Equal(t, 9000*gpu.MiB, f.slot("a").Claim)
+}
+
+func TestK9_ARaisedClaimSettlesForTheFullerOfItsGPUs(t *testing.T) {
+	cfg := defaults()
+	cfg.Slots = []SlotConfig{server("a", 8000, on(0, 1))}
+	f := givenConfig(t, cfg, 16384, 16384)
+	f.probe("a", No)
+	h := f.submit("a")
+	f.loaded("a")
+	take := func(mib gpu.Bytes) {
+		for i := range f.cards {
+			f.cards[i].Free -= mib * gpu.MiB
+		}
+		f.sample()
+	}
+	take(9000)
+	f.release(h)
+	f.step(Unload{Slot: "a"})
+	f.unloaded("a")
+	take(-9000)
+	f.look(time.Second)
+	f.requireState("a", Idle)
+	require.Equal(t, 18000*gpu.MiB, f.slot("a").Claim)
+	f.cards[1].Free -= 8000 * gpu.MiB // a desktop
+	f.sample()
+	f.submit("a")
+	f.requireState("a", Loading)
+	require.EqualValues(t, 16384-8000-256, f.booking("a"))
+}

@@ -190,3 +190,33 @@ func TestASlotThatComesFromAnotherKindOfSchedulerKeepsWhatWasLearnt(t *testing.T
 	f.reconfigure(func(c *Config) { c.Mode = Evicting })
 	require.Equal(t, before, f.s.Learnt())
 }
+
+func TestAnythingThatWasLearntOfASlotIsWorthKeeping(t *testing.T) {
+	for name, learn := range map[string]func(sl *slot){
+		"what a load costs":    func(sl *slot) { sl.loadCost.add(1) },
+		"what an unload costs": func(sl *slot) { sl.stopCost.add(1) },
+		"when it was used":     func(sl *slot) { sl.lastUse = time.Unix(1, 0) },
+		"what a load took":     func(sl *slot) { sl.took.add(1) },
+	} {
+		sl := &slot{}
+		_, known := sl.learnt()
+		require.False(t, known, name)
+		learn(sl)
+		_, known = sl.learnt()
+		require.True(t, known, name)
+		sl.cfg.TurnOnly = true // it is never loaded
+		_, known = sl.learnt()
+		require.False(t, known, name)
+	}
+}
+
+func TestASwitchCostsWhatWasMeasuredElseWhatIsConfiguredElse20Seconds(t *testing.T) {
+	sl := &slot{}
+	require.Equal(t, 20*time.Second, sl.switchCost())
+	sl.stopCost.add(3 * time.Second)
+	require.Equal(t, 20*time.Second, sl.switchCost(), "an unload alone is not a switch")
+	sl.cfg.SwitchCost = 1
+	require.EqualValues(t, 1, sl.switchCost(), "however little it is")
+	sl.loadCost.add(5 * time.Second)
+	require.Equal(t, 8*time.Second, sl.switchCost())
+}

@@ -99,7 +99,7 @@ func (e *Entry) seen() gpu.Bytes {
 func (l Ledger) available(c Card, entries []Entry, target int) gpu.Bytes {
 	free := c.Free
 	if !c.Known {
-		free = c.Total - l.Booked
+		free = c.Total // all of which that is booked is subtracted below
 	}
 	var growth, booked, residue gpu.Bytes
 	for i := range entries {

@@ -277,3 +277,51 @@ func TestWhatIsDecidedForAnotherTargetDoesNotCostALazySlotItsTurn(t *testing.T) 
 	f.release(a)
 	f.requireRunning(l)
 }
+
+func TestALazySlotWaitsBehindAnOlderJobThatNeedsItsGPU(t *testing.T) {
+	cfg := defaults()
+	cfg.Slots = []SlotConfig{server("far", 1000, on(1)), server("both", 2000, on(0, 1)), lazyServer("l", 1000), server("next", 1000, on(1))}
+	start := func() (f *fixture, far *handle) {
+		f = givenConfig(t, cfg, 16384, 16384)
+		for _, name := range []string{"far", "both", "next"} {
+			f.probe(name, Yes)
+		}
+		f.probe("l", NotTold)
+		far = f.submit("far")
+		f.requireRunning(far)
+		return f, far
+	}
+
+	f, far := start()
+	both := f.submit("both")
+	f.requireWaiting(both) // for the other GPU: nothing computes on the first one
+	f.advance(time.Second)
+	l := f.submit("l")
+	f.requireWaiting(l)
+	f.requireState("l", Idle)
+	require.Equal(t, "waits for the lock of its GPU", f.slot("l").Why)
+	f.explained("l", 100, "waits", "waits for the lock of its GPU")
+	f.release(far)
+	f.requireRunning(both)
+	f.requireWaiting(l)
+	f.release(both)
+	f.requireRunning(l)
+
+	f, _ = start()
+	both = f.submit("both")
+	f.advance(time.Second)
+	f.requireRunning(f.submitJob(Submit{Slot: "l", Priority: 1})) // more urgent
+	f.requireWaiting(both)
+
+	f, _ = start()
+	next := f.submit("next") // older, but on the other GPU alone
+	f.advance(time.Second)
+	f.requireRunning(f.submit("l"))
+	f.requireWaiting(next)
+
+	f, _ = start()
+	both = f.submit("both")
+	l = f.submit("l") // neither is older
+	f.requireRunning(l)
+	f.requireWaiting(both)
+}
