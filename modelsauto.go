@@ -14,7 +14,7 @@ import (
 )
 
 // automatic finds a model among those that servers with `models auto` list. Without a target and an error there is none: then
-// it returns the names that they list. With sure, a model counts only if its server lists it.
+// it returns the names that they list. With sure, or if another consumer of the route holds the model, it counts only if its server lists it.
 func (j *job) automatic(r *http.Request, name string, sure bool) (t *target, listed []string, err error) {
 	h, m := j.handler, j.handler.byModel
 	silent, why, starts, elsewhere := "", "", "", ""
@@ -41,7 +41,7 @@ func (j *job) automatic(r *http.Request, name string, sure bool) (t *target, lis
 		}
 	}
 	switch {
-	case sure:
+	case sure, h.holdsBesides(m.auto, name):
 		return nil, listed, nil
 	case starts != "": // else no request would ever start it
 		return j.takes(name, h.targets[starts], strings.Clone(name), ""), nil, nil
@@ -52,6 +52,12 @@ func (j *job) automatic(r *http.Request, name string, sure bool) (t *target, lis
 		return h.targets[elsewhere], nil, nil
 	}
 	return nil, listed, nil
+}
+
+// holdsBesides reports whether a consumer other than these holds a model that the configuration does not name.
+func (h *Handler) holdsBesides(consumers []string, name string) bool {
+	holder, _ := h.pool.broker.Holder("", name)
+	return h.targets[holder] != nil && !slices.Contains(consumers, holder)
 }
 
 // untold is the error for a name that may be a model of a server that does not tell its list: to try it would unload others, perhaps for nothing.

@@ -267,6 +267,30 @@ func TestH7_ANameUnloadsNothingWhileTheServersListCannotBeHad(t *testing.T) {
 	}
 }
 
+// A model that is loaded at a server without models auto is served there, whatever is unknown of other servers.
+func TestH7_AModelThatIsHeldElsewhereNeedsNoListOfAnotherServer(t *testing.T) {
+	t.Parallel()
+	for what, started := range map[string]bool{"its list can't be had": false, "it was never started": true} {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			l := layout{Consumers: []consumer{shelf("vlm", modelserver.Ollama, "vram 6GiB\nmodel small", map[string]float64{"small": 3, "other": 3})}, Routes: allAndLLM}
+			if started {
+				l.Global = startedRouter(t, "models auto")
+			} else {
+				l.Consumers = append(l.Consumers, shelf("llm", modelserver.LlamaCppRouter, "vram 6GiB\nmodels auto", map[string]float64{"big": 5}))
+				l.Routes = strings.SplitAfter(allAndLLM, "}\n}")[0]
+			}
+			s := start(t, l)
+			if !started {
+				s.servers["llm"].SetFaults(func(f *modelserver.Faults) { f.FailPaths = map[string]int{"/models": 500, "/v1/models": 500} })
+			}
+			s.chat("vlm", "other").servedBy(t, "vlm")
+			s.chat("all", "other").servedBy(t, "vlm")
+			require.Equal(t, 503, s.chat("all", "nope").status)
+		})
+	}
+}
+
 // A scheduler that unloads nothing needs no sizes.
 func TestModelsAutoServesWithoutASizeWhereNothingIsUnloaded(t *testing.T) {
 	t.Parallel()
