@@ -292,7 +292,7 @@ func (a *App) Cleanup() error {
 	a.pool = nil
 	last, err := pool.Delete(poolKey)
 	if last {
-		p.stopWithProcess(time.Duration(*a.StopGrace), a.generation.Logger)
+		p.stopWithProcess(time.Duration(*a.StopGrace), a.generation.Logger, caddy.Exiting)
 	}
 	return err
 }

@@ -50,8 +50,8 @@ func (p *pooled) stop(grace time.Duration, log *zap.Logger) {
 const exitPoll = 100 * time.Millisecond
 
 // stopWithProcess is for a broker that no configuration has any more, while it
-// goes on with what it has: of the end of the process nobody tells it.
-func (p *pooled) stopWithProcess(grace time.Duration, log *zap.Logger) {
+// goes on with what it has: of the end of the process nobody tells it. exiting reports whether the process ends.
+func (p *pooled) stopWithProcess(grace time.Duration, log *zap.Logger, exiting func() bool) {
 	retiring.mu.Lock()
 	retires, done := retiring.pooled == p, retiring.done
 	retiring.mu.Unlock()
@@ -66,7 +66,7 @@ func (p *pooled) stopWithProcess(grace time.Duration, log *zap.Logger) {
 			case <-done:
 				return
 			case <-look.C:
-				if caddy.Exiting() {
+				if exiting() {
 					p.stop(grace, log)
 					return
 				}

@@ -60,13 +60,56 @@ func TestAStopThatFindsNothingRunningSaysNothing(t *testing.T) {
 }
 
 func TestABodyIsNotReadForAProcessThatEnds(t *testing.T) {
-	h := newHandlerOf(t, gpucaddyfile.Route{Consumer: "a"})
-	h.pool.broker.StopAdmitting()
-	w, r := post("POST", "/work", "abc")
-	r.Body = bodyFunc(func() error {
-		t.Error("it is read")
-		return nil
-	})
-	require.NoError(t, h.ServeHTTP(w, r, nothing))
-	require.Equal(t, "draining", document(t, w).Code)
+	for name, route := range map[string]gpucaddyfile.Route{"of a consumer": {Consumer: "a"}, "by model": {ModelFrom: inBody}} {
+		t.Run(name, func(t *testing.T) {
+			h := newHandlerOf(t, route)
+			h.pool.broker.StopAdmitting()
+			w, r := post("POST", "/work", `{"model":"a"}`)
+			r.Body = bodyFunc(func() error {
+				t.Error("it is read")
+				return nil
+			})
+			require.NoError(t, h.ServeHTTP(w, r, nothing))
+			require.Equal(t, "draining", document(t, w).Code)
+		})
+	}
+}
+
+// Once no configuration has the broker nobody tells it that the process ends.
+func TestABrokerThatHasLeftTheConfigurationStopsWithTheProcess(t *testing.T) {
+	endRetiring() // of another test
+	for name, c := range map[string]struct {
+		retires, ended bool // it is the one that retires; it has ended before the process does
+		stops          bool
+	}{"it goes on": {true, false, true}, "it has ended": {true, true, false}, "it was taken up again": {false, false, false}} {
+		synctest.Test(t, func(t *testing.T) {
+			p := &pooled{broker: broker.New()}
+			defer p.broker.Close()
+			done := make(chan struct{})
+			retiring.mu.Lock()
+			if retiring.done = done; c.retires {
+				retiring.pooled = p
+			}
+			retiring.mu.Unlock()
+			defer func() {
+				retiring.mu.Lock()
+				retiring.pooled = nil
+				retiring.mu.Unlock()
+			}()
+			var exits atomic.Bool
+			p.stopWithProcess(time.Second, zap.NewNop(), exits.Load)
+			pass(time.Minute)
+			synctest.Wait()
+			require.NoError(t, p.broker.Ending("a"), name)
+			if c.ended {
+				close(done)
+				synctest.Wait()
+			}
+			exits.Store(true)
+			pass(100 * time.Millisecond)
+			synctest.Wait()
+			require.Equal(t, c.stops, p.broker.Ending("a") != nil, name)
+			p.grace.stop()
+		})
+	}
 }
