@@ -29,6 +29,11 @@ func TestExplainSaysWhatWouldHappenAndDoesNothing(t *testing.T) {
 			require.Equal(t, outcome, x.Outcome, x.Reason)
 			require.Equal(t, fallback, x.Fallback)
 			require.NotEmpty(t, x.Reason)
+			if said := "; but b is warm, and serves it instead, where the route has no other fallback"; fallback == "" {
+				require.NotContains(t, x.Reason, "instead")
+			} else {
+				require.Contains(t, x.Reason, said)
+			}
 			return x
 		}
 		pass(time.Second)

@@ -184,3 +184,19 @@ func TestATouchIsUseOfEveryModelWithoutARequest(t *testing.T) {
 		require.Equal(t, before, w.Status().Scheduler.TotalJobs)
 	})
 }
+
+func TestAnUnloadByHandAsksAServerThatMayBeLoadedUnknownToUs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+		defer w.Close()
+		w.servers["a"] = newServer(w.gpu, 4*gpu.GiB)
+		w.servers["a"].traits = lifecycle.Traits{Unload: true, Health: true} // it loads inside its first request, and does not tell
+		w.gen = w.generation(t, nil, server("a", 4*gpu.GiB))
+		require.NoError(t, w.Push(w.gen))
+		pass(10 * time.Second)
+		require.Equal(t, "IDLE", w.stateOf(t, "a"))
+		require.NoError(t, w.UnloadByHand(t.Context(), "a", false))
+		pass(10 * time.Second)
+		require.Equal(t, 1, w.servers["a"].count(&w.servers["a"].unloads))
+	})
+}

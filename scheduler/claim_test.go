@@ -319,3 +319,22 @@ func TestK9_ARaisedClaimSettlesForTheFullerOfItsGPUs(t *testing.T) {
 	f.requireState("a", Loading)
 	require.EqualValues(t, 16384-8000-256, f.booking("a"))
 }
+
+func TestK9_ARaisedClaimIsSaidAgainOnceItHasGrownByMoreThanATwentieth(t *testing.T) {
+	f := given(t, 16384, server("a", 4096))
+	said := func() (needs []gpu.Bytes) {
+		for _, d := range f.decisions {
+			if d.Kind == "claim_raised" {
+				needs = append(needs, d.Need/gpu.MiB)
+			}
+		}
+		return needs
+	}
+	for _, c := range []struct {
+		takes gpu.Bytes
+		said  []gpu.Bytes // before this load, by what the one before it took
+	}{{9000, nil}, {9450, []gpu.Bytes{9000}}, {9500, []gpu.Bytes{9000}}, {9500, []gpu.Bytes{9000, 9500}}, {9500, []gpu.Bytes{9000, 9500}}} {
+		f.cycle("a", c.takes)
+		require.Equal(t, c.said, said())
+	}
+}
