@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"slices"
 	"strings"
@@ -39,7 +40,7 @@ func wrapped(text string, size int) *scanner {
 
 // What the broker takes for JSON and a server does not, or the other way round, they would read differently.
 func TestJSONIsWhatServersTakeForIt(t *testing.T) {
-	numbers := []string{"0", "-0", "00", "01", "-01", "-1", "-", "--1", "+1", "1", "10", "1.", "1.0", "1.05", ".5", "-.5", "1..2", "1e", "1e5", "1E5", "1e+", "1e+5", "1e-5", "1e+-5", "1e5.0", "0e0", "0.e1", "1a", "0x1", "1 2", "Infinity", "NaN"}
+	numbers := []string{"0", "-0", "00", "01", "-01", "-1", "-", "--1", "+1", "1", "10", "1.", "1.0", "1.05", ".5", "-.5", "1..2", "1e", "1e5", "1E5", "1e+", "1e+5", "1e-5", "1e+-5", "1e5.0", "1d5", "1D5", "1f5", "1g5", "0e0", "0.e1", "1a", "0x1", "1 2", "Infinity", "NaN"}
 	texts := []string{`""`, `"a`, `"`, `"\"`, `"\\"`, `"\"\"`, `"\/\b\f\n\r\t"`, `"\a"`, `"\u"`, `"\u12"`, `"\u123g"`, `"\u00e9"`, `"\u00E9"`, `"\u00@0"`, `"\u00` + "`" + `0"`, `"\u00G0"`, `"\u00/0"`, `"\u00:0"`, "\"\x1f\"", "\"\x7f\"", "\"\n\"", "\"\xff\"", `'a'`, `"12345678"`, `"1234567\"9"`}
 	words := []string{"true", "false", "null", "tru", "truee", "True", "nul", "nil", "fals", "falsE"}
 	lists := []string{"[]", "[ ]", "[", "]", "[1", "[1,", "[1,]", "[,1]", "[1 1]", "[1,2]", "[[]]", "[[],{}]", "[}", "[1}", "[[1]", "[]]"}
@@ -109,5 +110,21 @@ func TestAByteOrderMarkIsPassedOverOnlyWhole(t *testing.T) {
 	for text, want := range map[string]bool{"": true, "{": true, "\uFEFF{": true, "\xEF\xBB{": false, "\xEF{": false, "\xEF\xBB": false, "\xEF": false, "\xBB\xBF": true} {
 		s := wrapped(text, 1)
 		require.Equal(t, want, s.bom() == nil, "%q", text)
+	}
+}
+
+func TestAPlanReadsAtMostAHundredFields(t *testing.T) {
+	fields := func(n int) (out []string) {
+		for i := range n {
+			out = append(out, fmt.Sprint("field", i))
+		}
+		return out
+	}
+	for _, c := range []struct {
+		fields, metadata int
+		ok               bool
+	}{{100, 0, true}, {99, 1, true}, {101, 0, false}, {100, 1, false}, {0, 101, false}} {
+		_, err := NewPlan(fields(c.fields), fields(c.fields + c.metadata)[c.fields:], true)
+		require.Equal(t, c.ok, err == nil, "%+v: %v", c, err)
 	}
 }

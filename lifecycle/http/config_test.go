@@ -252,3 +252,15 @@ func TestWhatTellsThatTheServerWorksIsGivenOnce(t *testing.T) {
 		require.NoError(t, err, one)
 	}
 }
+
+func TestWhatWasAskedLastIsRememberedOnlyOfWhatCanBeAskedBothWays(t *testing.T) {
+	const load, unload = `,"load":{"path":"/l"}`, `,"unload":{"path":"/u"}`
+	for routes, ok := range map[string]bool{load + unload: true, load: false, unload: false, "": false} {
+		_, err := provision(t, `{"health":{"path":"/h"},"remember":true`+routes+`}`)
+		if ok {
+			require.NoError(t, err, routes)
+		} else {
+			require.ErrorContains(t, err, "remember needs load and unload", routes)
+		}
+	}
+}
