@@ -325,8 +325,33 @@ func TestAReplacementThatIsItselfReplacedIsClosedAndTheLastComes(t *testing.T) {
 		w.serves(t, "a")
 		require.EqualValues(t, 1, three.opened[0].closed.Load())
 		require.True(t, four.opened[0].run.Load())
+		probes := four.server.count(&four.server.probes)
+		pass(10 * time.Minute)
+		require.Greater(t, four.server.count(&four.server.probes), probes+1, "it is probed from now on, too")
 		require.EqualValues(t, 1, one.opened[0].closed.Load())
 		require.EqualValues(t, 1, two.opened[0].closed.Load())
+	})
+}
+
+func TestHeldTellsOfOneModelOrOfAConsumerWithoutModels(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w, m := newModels(t)
+		m.tells(lifecycle.Model{Name: "b", Resident: gpu.GiB})
+		pass(10 * time.Second)
+		require.Equal(t, Held{Slot: "m/b", Loaded: true}, w.Held("m", "b"))
+		require.Equal(t, Held{Slot: "m/a"}, w.Held("m", "a"))
+		require.Equal(t, Held{}, w.Held("m", "unheard of"))
+		require.Equal(t, Held{}, w.Held("m", ""), "which of them?")
+		require.Error(t, w.Held("nobody", "").Refused)
+		w.Close()
+		require.Error(t, w.Held("m", "b").Refused)
+
+		w = newWorld(t, nil, server("a", gpu.GiB))
+		defer w.Close()
+		w.serves(t, "a")
+		require.Equal(t, Held{Slot: "a", Loaded: true}, w.Held("a", ""))
+		require.NoError(t, w.Pin("a", true))
+		require.Equal(t, Held{Slot: "a", Loaded: true, Pinned: true}, w.Held("a", ""))
 	})
 }
 

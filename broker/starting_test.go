@@ -83,3 +83,20 @@ func TestAReloadWhileAServerIsBeingStartedWaitsForIt(t *testing.T) {
 		require.EqualValues(t, 1, d.closed.Load())
 	})
 }
+
+func TestAServerIsProbedAtOnceWhenThatIsAskedFor(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB))
+		pass(10*time.Second + time.Millisecond)
+		a := w.servers["a"]
+		before := a.count(&a.probes)
+		w.ProbeSoon("nobody")
+		synctest.Wait()
+		require.Equal(t, before, a.count(&a.probes))
+		w.ProbeSoon("a")
+		synctest.Wait()
+		require.Equal(t, before+1, a.count(&a.probes))
+		w.Close()
+		w.ProbeSoon("a") // nobody is there to do it
+	})
+}
