@@ -1,9 +1,11 @@
 package e2e
 
 import (
+	"context"
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -289,6 +291,25 @@ func TestH7_AModelThatIsHeldElsewhereNeedsNoListOfAnotherServer(t *testing.T) {
 			require.Equal(t, 503, s.chat("all", "nope").status)
 		})
 	}
+}
+
+// Nor for a client that leaves while the server is asked.
+func TestH7_ANameUnloadsNothingForAClientThatHasLeft(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{
+		shelf("ollama", modelserver.Ollama, "vram 6GiB\nmodel small", map[string]float64{"small": 3}),
+		{Options: modelserver.Options{Name: "tts", VRAM: gib(12)}},
+	}})
+	s.servers["ollama"].SetFaults(func(f *modelserver.Faults) { f.HangPaths = []string{"/api/tags"} })
+	s.serve("tts")
+	ctx, leave := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer leave()
+	s.await(s.goCtx(ctx, "POST", "/ollama/v1/chat/completions", `{"model":"nope","messages":[{"role":"user","content":"a"}]}`))
+	s.until("its request is over", func() bool {
+		return strings.Contains(string(s.adminDo("GET", "/metrics", "", "").body), `code="client_left"`)
+	})
+	require.Equal(t, "READY", s.slot("tts", "").State)
+	require.Zero(t, s.status().Scheduler.Evictions)
 }
 
 // A scheduler that unloads nothing needs no sizes.
