@@ -61,8 +61,8 @@ func (r *Refused) Error() string { return r.Message }
 // or the context's own if the client left. Nothing is held after an error. If the client left, the lease
 // names the consumer that it waited for.
 func (b *Broker) Acquire(ctx context.Context, r Request) (Lease, error) {
-	if err := ctx.Err(); err != nil { // nothing is unloaded for a client that has left already
-		return Lease{}, err
+	if ctx.Err() != nil { // nothing is unloaded for a client that has left already
+		return Lease{}, context.Cause(ctx)
 	}
 	lease, w, err := b.submit(r)
 	if err != nil || w == nil {

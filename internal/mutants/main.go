@@ -53,7 +53,7 @@ var (
 	only      = flag.String("only", "", "plant only the faults whose name or folder holds this; with -random, in the rooms whose name does")
 	random    = flag.Int("random", 0, "instead of the planted faults, try so many random ones")
 	seed      = flag.Uint64("seed", 1, "which random ones")
-	withE2E   = flag.Bool("e2e", true, "try end-to-end tests on random faults of the request path that its own tests do not find")
+	withE2E   = flag.Bool("e2e", true, "try end-to-end tests on random faults that the tests of their own package do not find")
 )
 
 func main() {

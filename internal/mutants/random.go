@@ -30,14 +30,26 @@ type room struct {
 
 var rooms = []room{
 	{name: "scheduler", dir: "scheduler"},
-	{name: "broker", dir: "broker"},
-	{name: "routing", dir: "routing"},
+	{
+		name: "broker", dir: "broker",
+		e2e: []string{"admin_test.go", "claim_test.go", "cloud_test.go", "drain_test.go", "fallback_test.go", "handover_test.go", "health_test.go", "idle_test.go", "learnt_test.go", "models_test.go", "modelsauto_test.go", "process_test.go", "reload_test.go", "removal_test.go", "slots_test.go", "told_test.go", "truth_test.go", "unloads_test.go"},
+	},
+	{
+		name: "routing", dir: "routing",
+		e2e: []string{"bodies_test.go", "lists_test.go", "models_test.go", "patterns_test.go", "sent_test.go", "translate_test.go", "unknown_test.go"},
+	},
 	{
 		name: "request path", dir: ".", files: []string{"handler.go", "job.go", "run.go", "readahead.go", "sent.go", "target.go", "models.go", "errors.go", "stop.go", "heartbeat.go"},
 		e2e: []string{"bodies_test.go", "heartbeat_test.go", "fallback_test.go", "leaving_test.go", "models_test.go", "refusals_test.go", "sent_test.go", "stop_test.go", "translate_test.go"},
 	},
-	{name: "lifecycle/http", dir: "lifecycle/http"},
-	{name: "lifecycle/process", dir: "lifecycle/process", apart: true},
+	{
+		name: "lifecycle/http", dir: "lifecycle/http",
+		e2e: []string{"comfyui_test.go", "flush_test.go", "health_test.go", "learnt_test.go", "lists_test.go", "loads_test.go", "modelsauto_test.go", "slots_test.go", "unknown_test.go", "unloads_test.go"},
+	},
+	{
+		name: "lifecycle/process", dir: "lifecycle/process", apart: true,
+		e2e: []string{"crash_test.go", "idle_test.go", "orphans_test.go", "process_test.go"},
+	},
 }
 
 // outcome is what became of a random fault.
@@ -201,7 +213,7 @@ func tryOne(root, dir string, t tried) (outcome, string) {
 		by, err = test(root, tests, m, "-test.run", properties)
 	}
 	if err == nil && by == "" && t.room.e2e != nil && *withE2E {
-		by, err = endToEnd(root, dir, overlay, t.room.e2e)
+		by, err = endToEnd(root, dir, overlay, t.room)
 	}
 	switch {
 	case err != nil:
@@ -212,10 +224,10 @@ func tryOne(root, dir string, t tried) (outcome, string) {
 	return caught, by
 }
 
-// endToEnd runs the tests of some files on a Caddy that has the fault.
-func endToEnd(root, dir, overlay string, files []string) (by string, err error) {
+// endToEnd runs a room's end-to-end tests on a Caddy that has the fault.
+func endToEnd(root, dir, overlay string, r room) (by string, err error) {
 	var names []string
-	for _, file := range files {
+	for _, file := range r.e2e {
 		source, err := os.ReadFile(filepath.Join(root, "test/e2e", file))
 		if err != nil {
 			return "", err
@@ -231,7 +243,7 @@ func endToEnd(root, dir, overlay string, files []string) (by string, err error) 
 		}
 	}
 	which := "^(" + strings.Join(names, "|") + ")$"
-	by, err = test(root, "env", mutant{dir: "test/e2e"}, "GPU_BROKER_CADDY="+caddy, tests, "-test.failfast", "-test.parallel", "4", "-test.run", which, "-test.skip", "^(TestAlone|TestSoak|TestReal)", "-test.timeout", "10m")
+	by, err = test(root, "env", mutant{dir: "test/e2e", apart: r.apart}, "GPU_BROKER_CADDY="+caddy, tests, "-test.failfast", "-test.parallel", "4", "-test.run", which, "-test.skip", "^(TestAlone|TestSoak|TestReal)", "-test.timeout", "10m")
 	return by, err
 }
 
