@@ -115,7 +115,7 @@ func (b *Broker) offered(consumer, model string) (_ Offer, stale bool) {
 		return Offer{}, true
 	case !cat.told && cat.byKey == nil && c.traits.Starts && (!c.runs() || b.moves(c)):
 		return Offer{Starts: true, Failed: cat.failed}, false
-	case !cat.told:
+	case !cat.told && (cat.byKey == nil || !c.traits.Starts || c.runs() || b.moves(c)): // of one that is stopped, its last list holds
 		return Offer{Silent: cat.fault}, false
 	case asker.Elsewhere(model):
 		return Offer{Elsewhere: true}, false

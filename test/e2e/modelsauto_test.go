@@ -226,14 +226,16 @@ func TestModelsAutoLearnsTheListOfAServerWhoseLoadFails(t *testing.T) {
 	for _, lines := range []string{"models auto", "model small"} {
 		t.Run(lines, func(t *testing.T) {
 			t.Parallel()
-			s := start(t, layout{Global: startedRouter(t, lines), Consumers: []consumer{{Options: modelserver.Options{Name: "tts", VRAM: gib(12)}}}, Routes: allAndLLM})
+			s := start(t, layout{Global: startedRouter(t, lines), Consumers: []consumer{{Options: modelserver.Options{Name: "tts", VRAM: gib(12)}}}, Routes: allAndLLM +
+				"\nhandle_path /any/* {\ngpu_broker {\nmodel_from body\ndefault tts any\n}\nreverse_proxy {http.gpu_broker.upstream}\n}"})
 			s.serve("tts")
 			s.chat("llm", "nope").refused(t, 503, "load_failed")
 			s.serve("tts")
 			evictions := s.status().Scheduler.Evictions
 			for _, name := range []string{"nope", "nope-2", "nope-3"} {
-				require.Contains(t, s.chat("llm", name).refused(t, 503, "unhealthy"), "it does not run")
+				require.Contains(t, s.chat("llm", name).refused(t, 404, "unknown_model"), "there is no model")
 			}
+			s.askJSON("/any/synthesize", `{"model":"nope-4"}`).servedBy(t, "tts")
 			require.Equal(t, evictions, s.status().Scheduler.Evictions)
 			s.chat("llm", "org/big").servedBy(t, "llm")
 		})
