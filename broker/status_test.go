@@ -106,17 +106,24 @@ func TestStatusTellsWhatADriverTellsOfItsGPU(t *testing.T) {
 		require.Nil(t, g.Utilisation)
 		require.Nil(t, g.Temperature)
 		require.Nil(t, g.Power)
-		w.gpu.mu.Lock()
-		w.gpu.tells = func(d *gpu.Device) { d.Utilisation, d.Temperature, d.Power = 0, 61, 287.5 }
-		w.gpu.mu.Unlock()
-		pass(time.Minute)
-		text, err := json.Marshal(w.Status().GPUs[0])
-		require.NoError(t, err)
-		var doc map[string]any
-		require.NoError(t, json.Unmarshal(text, &doc))
-		require.EqualValues(t, 0, doc["utilisation"], "it has nothing to do, which it does tell")
-		require.EqualValues(t, 61, doc["temperature"])
-		require.EqualValues(t, 287.5, doc["power"])
+		for _, told := range []struct {
+			utilisation, temperature int
+			power                    float64
+		}{{0, 61, 287.5}, {100, 0, 0}} { // nought is something, too
+			w.gpu.mu.Lock()
+			w.gpu.tells = func(d *gpu.Device) {
+				d.Utilisation, d.Temperature, d.Power = told.utilisation, told.temperature, told.power
+			}
+			w.gpu.mu.Unlock()
+			pass(time.Minute)
+			text, err := json.Marshal(w.Status().GPUs[0])
+			require.NoError(t, err)
+			var doc map[string]any
+			require.NoError(t, json.Unmarshal(text, &doc))
+			require.EqualValues(t, told.utilisation, doc["utilisation"])
+			require.EqualValues(t, told.temperature, doc["temperature"])
+			require.EqualValues(t, told.power, doc["power"])
+		}
 	})
 }
 
