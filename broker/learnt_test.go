@@ -43,7 +43,7 @@ func (s *fakeStore) Save(ctx context.Context, doc []byte) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.saves = append(s.saves, time.Now())
-	if _, bounded := ctx.Deadline(); !bounded || ctx.Err() != nil {
+	if until, bounded := ctx.Deadline(); !bounded || ctx.Err() != nil || time.Until(until).Round(time.Second) != 5*time.Second {
 		return errors.New("no time is left, or too much")
 	}
 	if s.broken == nil {

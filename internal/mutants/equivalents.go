@@ -32,6 +32,13 @@ var equivalent = map[string]string{
 	"lifecycle/process/reap_linux.go: : lastLook     = 50 * time.Millisecond => lastLook     = 51 * time.Millisecond":                                                 pace,
 	"lifecycle/process/reap_linux.go: : lastLook     = 50 * time.Millisecond => lastLook     = 25 * time.Millisecond":                                                 pace,
 
+	"lifecycle/process/reap_linux.go: : reapPatience = 10 * time.Second // for those that were killed to be gone => reapPatience = 11 * time.Second // for those that were killed to be gone": pace,
+	"lifecycle/process/child_linux.go: sweep: time.Sleep(wait) // nothing tells of the end of a process that is not a child => {}":                                                            pace,
+
+	"broker/status.go: slotStatus: if sl.adopted && sl.size > 0 { => if sl.adopted && sl.size > 1 {":                                            "no model has one byte",
+	"broker/catalog.go: offered: return Offer{Silent: cat.fault}, false => return Offer{Silent: cat.fault}, true":                               "it is asked for once more, and was asked a moment ago",
+	"broker/catalog.go: offered: return Offer{Starts: true, Failed: cat.failed}, false => return Offer{Starts: true, Failed: cat.failed}, true": "it is asked for once more, and was asked a moment ago",
+
 	"scheduler/words.go: Rounded: case abs < time.Millisecond: => case abs <= time.Millisecond:": roundAnyway,
 	"scheduler/words.go: Rounded: case abs < time.Second: => case abs <= time.Second:":           roundAnyway,
 	"scheduler/words.go: Rounded: case abs < time.Minute: => case abs <= time.Minute:":           roundAnyway,
