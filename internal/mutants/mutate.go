@@ -45,6 +45,9 @@ var flips = map[token.Token][]token.Token{
 // spared are calls whose loss no test of behaviour can see, or that would only stop everything.
 var spared = regexp.MustCompile(`\b([Ll]og(ger)?(\(\))?\.|zap\.|Debug\(|Info\(|Warn\(|panic\(|(R?Lock|R?Unlock|Stop|Close|cancel|stop)\()`)
 
+// failure is an error that is made where it is returned: what is returned beside it says nothing.
+var failure = regexp.MustCompile(`^(fmt\.Errorf|errors\.New|bad|\w+\.wrap|codingError|unreadable)\(`)
+
 // changes are all that may be done to a file, in the order of its text. It fails if the source is not Go.
 func changes(file string, source []byte) ([]change, error) {
 	set := token.NewFileSet()
@@ -99,6 +102,10 @@ func (g *generator) visit(n ast.Node) bool {
 		g.drops(n.List)
 	case *ast.ReturnStmt:
 		g.returned(n)
+		if last := len(n.Results) - 1; last > 0 && failure.MatchString(g.text(n.Results[last])) {
+			ast.Inspect(n.Results[last], g.visit)
+			return false
+		}
 	case *ast.BranchStmt:
 		if n.Label == nil && n.Tok == token.CONTINUE {
 			g.replace("break for continue", n, "break")

@@ -24,6 +24,13 @@ func f(a, b int) bool {
 func g(int) {
 	log.Info("x")
 }
+
+func h() (bool, error) {
+	if g == nil {
+		return false, nil
+	}
+	return false, fmt.Errorf("%d", 5)
+}
 `
 
 func TestChangesAreSmallFaultsInCodeThatStillParses(t *testing.T) {
@@ -41,6 +48,9 @@ func TestChangesAreSmallFaultsInCodeThatStillParses(t *testing.T) {
 	} {
 		require.Contains(t, news, want)
 	}
+	require.Contains(t, news, "return true, nil")
+	require.Contains(t, news, `return false, fmt.Errorf("%d", 6)`)
+	require.NotContains(t, news, `return true, fmt.Errorf("%d", 5)`, "what is beside an error says nothing")
 	require.Equal(t, 1, countOf(news, "{}")-1, "a++ and g(…) can be dropped, and a log line is not worth it")
 	none, err := changes("p.go", []byte("package p\n\nvar a = 0.0\n"))
 	require.NoError(t, err)
