@@ -3,6 +3,7 @@ package httplife_test
 import (
 	"context"
 	"net/http"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -120,6 +121,23 @@ func TestLoadSaysWhatIsLackingWhenItsTimeIsUp(t *testing.T) {
 			assert.ErrorIs(t, err, context.DeadlineExceeded)
 		})
 	}
+}
+
+// A question that the end of the wait cuts off tells less than the answer before it.
+func TestALoadWhoseTimeIsUpTellsTheLastAnswer(t *testing.T) {
+	f := newFake(t)
+	f.answer("POST /load", 200, ``)
+	var asked atomic.Int32
+	hung := hangs(nil)
+	f.handle("GET /health", func(w http.ResponseWriter, r *http.Request) {
+		if asked.Add(1) > 1 {
+			hung(w, r)
+			return
+		}
+		says(200, `{"loaded":false}`)(w, r)
+	})
+	err := open(t, loadConfig, f.addr, probeTimeout(time.Minute)).Load(shortly(t), lifecycle.Target{})
+	assert.ErrorContains(t, err, "the server answers but says that it is not loaded")
 }
 
 func TestLoadWithoutRouteWaitsForHealthAlone(t *testing.T) {

@@ -196,6 +196,15 @@ func TestAResidencyRouteThatFailsLeavesAHealthyServerUnknown(t *testing.T) {
 			assert.Contains(t, report.Detail, "residency route GET /state")
 		})
 	}
+	t.Run("no list", func(t *testing.T) {
+		f := newFake(t)
+		f.answer("GET /health", 200, "")
+		f.answer("GET /state", 200, `{"models":[{"name":{}}]}`)
+		report := open(t, `{"health":{"path":"/health"},"residency":{"path":"/state","names":"$.models[*].name"}}`, f.addr).Probe(t.Context())
+		assert.Equal(t, lifecycle.Answered, report.Outcome)
+		assert.Equal(t, lifecycle.Unknown, report.Loaded)
+		assert.Contains(t, report.Detail, "residency route GET /state")
+	})
 	t.Run("not asked where health is bad", func(t *testing.T) {
 		f := newFake(t)
 		f.answer("GET /health", 503, "")
