@@ -267,7 +267,7 @@ func TestTheEndOfAFullReasonIsTheEndOfACharacter(t *testing.T) {
 		text  string
 		bound int
 		want  int
-	}{{"", 0, 0}, {"ab", 2, 2}, {"ab", 3, 2}, {"ab", 1, 1}, {"üb", 2, 2}, {"üb", 1, 0}, {"aüb", 2, 1}, {"a€b", 3, 1}} {
+	}{{"", 0, 0}, {"ab", 2, 2}, {"ab", 3, 2}, {"ab", 1, 1}, {"üb", 2, 2}, {"üb", 1, 0}, {"aüb", 2, 1}, {"a€b", 3, 1}, {"\x80\x80\x80", 2, 0}} {
 		require.Equal(t, c.want, cutAt(c.text, c.bound), "%q at %d", c.text, c.bound)
 	}
 }

@@ -26,6 +26,8 @@ var equivalent = map[string]string{
 	"lifecycle/process/reap_linux.go: : lastLook     = 50 * time.Millisecond => lastLook     = 51 * time.Millisecond":                                                 pace,
 	"lifecycle/process/reap_linux.go: : lastLook     = 50 * time.Millisecond => lastLook     = 25 * time.Millisecond":                                                 pace,
 
+	"request path/stop.go: : const exitPoll = 100 * time.Millisecond => const exitPoll = 50 * time.Millisecond": pace,
+
 	"lifecycle/process/reap_linux.go: : reapPatience = 10 * time.Second // for those that were killed to be gone => reapPatience = 11 * time.Second // for those that were killed to be gone": "only what can not be killed is waited for so long",
 	"lifecycle/process/child_linux.go: sweep: time.Sleep(wait) // nothing tells of the end of a process that is not a child => {}":                                                            pace,
 
