@@ -227,5 +227,6 @@ func TestListsAnswerAtThePathsThatClientsAskFirst(t *testing.T) {
 		require.False(t, IsList(r) || IsShortList(r), "%s, as a WebSocket", path)
 	}
 	require.Contains(t, string(LoadedList([]Listed{{Name: "a", Size: 7}})), `"size_vram":7`)
+	require.Contains(t, string(LoadedList([]Listed{{Name: "a"}})), `"expires_at":"9999-01-01T00:00:00Z"`)
 	require.JSONEq(t, `{"models":[]}`, string(LoadedList(nil)))
 }

@@ -73,6 +73,16 @@ func TestALadderLeadsToAColdPrimaryThatNothingMustMakeRoomFor(t *testing.T) {
 	blind.chooses("b", "a", "b")
 }
 
+// No unload of ours brings back what other programs hold.
+func TestALadderLeadsPastAPrimaryForWhichOnlyOutsidersLeaveNoRoom(t *testing.T) {
+	f := given(t, 16384, server("a", 4000), server("b", 2000))
+	f.warm("b", 2000)
+	f.use(11000)
+	f.chooses("b", "a", "b")
+	f.use(-1000)
+	f.chooses("a", "a", "b")
+}
+
 func TestALadderLeadsToTheFirstWarmFallbackAndElseToThePrimary(t *testing.T) {
 	f := given(t, 16384, server("a", 11000), server("b", 4000), server("c", 4000), server("d", 4000))
 	f.chooses("a", "a", "b", "c")

@@ -50,6 +50,8 @@ func TestFC03_WhatCanNeverFitIsRefusedAtOnceAndNothingIsUnloaded(t *testing.T) {
 			require.Zero(t, r.RetryAfter)
 			require.Equal(t, (c.claim+256)*gpu.MiB, r.Detail.Need)
 			require.Contains(t, r.Message, `"big" can never fit`)
+			require.Equal(t, c.reserve > 0, strings.Contains(r.Message, fmt.Sprintf(", less %s reserve", c.reserve*gpu.MiB)), r.Message)
+			require.Equal(t, c.pinned > 0, strings.Contains(r.Message, fmt.Sprintf(", less %s of pinned consumers", c.pinned*gpu.MiB)), r.Message)
 			f.advance(time.Hour)
 			f.requireUnloads()
 			f.requireState("small", Ready)

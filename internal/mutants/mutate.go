@@ -110,6 +110,8 @@ func (g *generator) visit(n ast.Node) bool {
 		if n.Label == nil && n.Tok == token.CONTINUE {
 			g.replace("break for continue", n, "break")
 		}
+	case *ast.UnaryExpr:
+		return n.Op != token.SUB // a negative number stands for none, and any other would
 	case *ast.BasicLit:
 		g.literal(n)
 	case *ast.Ident:

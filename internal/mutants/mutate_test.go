@@ -26,10 +26,10 @@ func g(int) {
 }
 
 func h() (bool, error) {
-	if g == nil {
+	if g(nil) != -1 {
 		return false, nil
 	}
-	return false, fmt.Errorf("%d", 5)
+	return index != -1, fmt.Errorf("%d", 5)
 }
 `
 
@@ -49,8 +49,9 @@ func TestChangesAreSmallFaultsInCodeThatStillParses(t *testing.T) {
 		require.Contains(t, news, want)
 	}
 	require.Contains(t, news, "return true, nil")
-	require.Contains(t, news, `return false, fmt.Errorf("%d", 6)`)
-	require.NotContains(t, news, `return true, fmt.Errorf("%d", 5)`, "what is beside an error says nothing")
+	require.Contains(t, news, `return index != -1, fmt.Errorf("%d", 6)`)
+	require.NotContains(t, news, `return index == -1, fmt.Errorf("%d", 5)`, "what is beside an error says nothing")
+	require.NotContains(t, news, "if g(nil) != -2 {")
 	require.Equal(t, 1, countOf(news, "{}")-1, "a++ and g(…) can be dropped, and a log line is not worth it")
 	none, err := changes("p.go", []byte("package p\n\nvar a = 0.0\n"))
 	require.NoError(t, err)
