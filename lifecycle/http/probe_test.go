@@ -175,6 +175,15 @@ func TestResidentMemoryIsSummedInItsUnit(t *testing.T) {
 	}
 }
 
+// What else is read of the answer has units of its own, or none.
+func TestResidentMemoryKeepsItsUnitBesideModels(t *testing.T) {
+	f := newFake(t)
+	f.answer("GET /health", 200, `{"mem":3,"models":[{"name":"a","digest":"1","size":5}]}`)
+	report := open(t, `{"health":{"path":"/health","resident_mib":"$.mem","names":"$.models[*].name","digests":"$.models[*].digest","sizes_bytes":"$.models[*].size"}}`, f.addr).Probe(t.Context())
+	assert.Equal(t, []lifecycle.Model{{Name: "a", Digest: "1", Resident: 5, Size: -1}}, report.Models)
+	assert.Equal(t, 3*gpu.MiB, report.Resident)
+}
+
 func TestHealthWithLoadedIsAskedOnceForBoth(t *testing.T) {
 	f := newFake(t)
 	f.answer("GET /health", 200, `{"loaded":true,"gpu_resident_mib":2868}`)
