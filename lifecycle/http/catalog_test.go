@@ -59,6 +59,7 @@ func TestK1_AModelThatIsStillBeingLoadedIsWaitedFor(t *testing.T) {
 	f := newFake(t)
 	f.answer("GET /health", 200, "")
 	f.answer("POST /load/a", 200, "")
+	f.answer("GET /tags", 200, `{"models":[{"name":"a","digest":"1"}]}`)
 	ready := time.Now().Add(600 * time.Millisecond)
 	f.handle("GET /ps", func(w http.ResponseWriter, _ *http.Request) {
 		state := "loading"
@@ -68,8 +69,10 @@ func TestK1_AModelThatIsStillBeingLoadedIsWaitedFor(t *testing.T) {
 		_, _ = fmt.Fprintf(w, `{"models":[{"name":"A","state":%q}]}`, state)
 	})
 	d := open(t, `{"health":{"path":"/health"},"load_waits":true,"model_fold_case":true,"load":{"path":"/load/{model}"},
+		"catalog":{"path":"/tags","names":"$.models[*].name","digests":"$.models[*].digest"},
 		"residency":{"path":"/ps","names":"$.models[?(@.state == \"loaded\")].name","loading":"$.models[?(@.state == \"loading\")].name"}}`, f.addr)
 	require.NoError(t, d.Load(t.Context(), lifecycle.Target{Model: "a"}))
+	require.Empty(t, f.called("GET /tags"), "what the server is loading needs no other name")
 }
 
 func TestK1_AnUnloadIsConfirmedByTheDigestToo(t *testing.T) {
