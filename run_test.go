@@ -321,3 +321,16 @@ func TestTheJobThatAnAnswerNamesIsFollowed(t *testing.T) {
 		}
 	}
 }
+
+// A server that breaks off has worked on the request, and nobody else has ended that.
+func TestARequestThatItsServerBreaksOffCountsAsUse(t *testing.T) {
+	h := newHandler(t)
+	for _, c := range []struct {
+		err  error
+		used bool
+	}{{nil, false}, {io.ErrUnexpectedEOF, true}} {
+		w, r := request("GET", "/work")
+		_ = h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error { return c.err }))
+		require.Equal(t, c.used, h.pool.broker.Status().Consumers["a"].LastUsed != "", "%v", c.err)
+	}
+}
