@@ -115,6 +115,9 @@ func (p *pretender) join() {
 	p.t.Helper()
 	conn, err := dbus.Connect(os.Getenv("DBUS_SYSTEM_BUS_ADDRESS"))
 	require.NoError(p.t, err)
+	p.mu.Lock()
+	p.conn = conn // before it is called
+	p.mu.Unlock()
 	require.NoError(p.t, conn.ExportMethodTable(map[string]any{
 		"LoadUnit":  func(string) (dbus.ObjectPath, *dbus.Error) { p.note("LoadUnit"); return unitPath, nil },
 		"Subscribe": func() *dbus.Error { p.note("Subscribe"); return nil },
@@ -143,7 +146,6 @@ func (p *pretender) join() {
 	reply, err := conn.RequestName(iface, 0)
 	require.NoError(p.t, err)
 	require.Equal(p.t, dbus.RequestNameReplyPrimaryOwner, reply)
-	p.conn = conn
 }
 
 func (p *pretender) note(call string) {
@@ -190,7 +192,10 @@ func (p *pretender) will(job *func() (string, *dbus.Error), come func() (string,
 }
 
 func (p *pretender) emit(path dbus.ObjectPath, name string, values ...any) {
-	_ = p.conn.Emit(path, name, values...) // the bus may be down
+	p.mu.Lock()
+	conn := p.conn
+	p.mu.Unlock()
+	_ = conn.Emit(path, name, values...) // the bus may be down
 }
 
 // set changes the unit, and tells.
