@@ -74,7 +74,7 @@ func TestAlone_ThroughputByPlainReverseProxysHasALowerBound(t *testing.T) {
 	}{
 		{"a fixed consumer", "/fast", "/audio/big?bytes=2000", "", 32, 0.95},
 		{"the model from the body", "/named", "/v1/chat/completions", chat, 32, 0.9},
-		{"the model from the body, few connections", "/named", "/v1/chat/completions", chat, 8, 0.9},
+		{"the model from the body, few connections", "/named", "/v1/chat/completions", chat, 8, 0.85}, // 0.885 to 0.948 from run to run
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s.t = t
