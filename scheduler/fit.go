@@ -227,7 +227,7 @@ func (s *State) neverFits(t *slot) *Refusal {
 				continue
 			}
 			if vh := v.hold(h.card); vh != nil {
-				pinned += vh.booking
+				pinned += min(vh.booking, v.configured()) // what was learnt may have been another's
 			}
 		}
 		need, room := t.configured()+s.cushion(c), c.Total-s.cfg.Reserve-pinned

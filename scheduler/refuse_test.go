@@ -59,6 +59,24 @@ func TestFC03_WhatCanNeverFitIsRefusedAtOnceAndNothingIsUnloaded(t *testing.T) {
 	}
 }
 
+// What a pinned one was seen to take may change, or have been another's.
+func TestWhatWasLearntOfAPinnedOneMakesNothingImpossible(t *testing.T) {
+	f := given(t, 16384, server("fixed", 4000, pinned), server("big", 10000))
+	f.warm("fixed", 9000)
+	f.advance(time.Minute)
+	f.step(Unload{Slot: "fixed"})
+	f.evicted("fixed", 9000)
+	f.advance(time.Minute)
+	f.unloads = nil
+	f.warm("fixed", 9000)
+	require.EqualValues(t, 9000, f.booking("fixed"))
+	h := f.submit("big")
+	f.requireWaiting(h)
+	f.advance(time.Hour)
+	f.requireUnloads()
+	require.NotZero(t, f.requireRefused(h, VRAMExhausted).RetryAfter)
+}
+
 func TestARefusalSaysWhenToTryAgain(t *testing.T) {
 	refused := func(change func(f *fixture), slot string) *Refusal {
 		t.Helper()
