@@ -14,7 +14,6 @@ var equivalent = map[string]string{
 	"lifecycle/process/child_linux.go: hold: runtime.UnlockOSThread() => {}":                                                                                          "the runtime parks a main thread whose goroutine has ended, and works with others",
 	"lifecycle/process/reap_linux.go: endOrphans: for wait := firstLook; ; wait = min(2*wait, lastLook) { => for wait := firstLook; ; wait = min(3*wait, lastLook) {": pace,
 	"lifecycle/process/reap_linux.go: endOrphans: for wait := firstLook; ; wait = min(2*wait, lastLook) { => for wait := firstLook; ; wait = min(1*wait, lastLook) {": pace,
-	"lifecycle/process/reap_linux.go: endOrphans: left[r.Mark] = true => left[r.Mark] = false":                                                                        "the mark counts by being there, until what lives of it is noted below",
 	"lifecycle/process/output.go: lines: in := bufio.NewReaderSize(r, 64<<10) => in := bufio.NewReaderSize(r, 65<<10)":                                                pieces,
 	"lifecycle/process/output.go: lines: in := bufio.NewReaderSize(r, 64<<10) => in := bufio.NewReaderSize(r, 32<<10)":                                                pieces,
 	"lifecycle/process/output.go: lines: in := bufio.NewReaderSize(r, 64<<10) => in := bufio.NewReaderSize(r, 64<<11)":                                                pieces,

@@ -40,7 +40,7 @@ func Reap(dir string, logger *zap.Logger) (reaped int, err error) {
 	if len(orphaned) == 0 {
 		return 0, errors.Join(faults...)
 	}
-	seen := map[identity]string{} // by whom: the mark of the record
+	seen := map[identity]bool{}
 	if err := endOrphans(orphaned, seen, logger); err != nil {
 		return len(seen), errors.Join(append(faults, err)...) // the records are kept for the next time
 	}
@@ -51,7 +51,7 @@ func Reap(dir string, logger *zap.Logger) (reaped int, err error) {
 }
 
 // endOrphans asks all that is left of these servers to end, then kills it. It fails if something is left even then.
-func endOrphans(orphaned []*record, seen map[identity]string, logger *zap.Logger) error {
+func endOrphans(orphaned []*record, seen map[identity]bool, logger *zap.Logger) error {
 	began := time.Now()
 	asked := map[identity]bool{}
 	var refused error
@@ -61,13 +61,13 @@ func endOrphans(orphaned []*record, seen map[identity]string, logger *zap.Logger
 			return err
 		}
 		marks := markCache{}
-		left := map[string]bool{}
+		left := false
 		for _, r := range orphaned {
 			for _, p := range r.owned(living, r.groupLives(living), marks.of) {
 				id := p.identity()
-				left[r.Mark] = true
-				if seen[id] == "" {
-					seen[id] = r.Mark
+				left = true
+				if !seen[id] {
+					seen[id] = true
 					logger.Warn("a process that an earlier Caddy has left is ended", zap.String("consumer", r.Consumer), zap.Int("pid", p.pid))
 				}
 				if time.Since(began) >= reapGrace {
@@ -78,13 +78,11 @@ func endOrphans(orphaned []*record, seen map[identity]string, logger *zap.Logger
 				}
 			}
 		}
-		for id, mark := range seen { // one that is about to end has lost its mark already, and what it held of a GPU not yet
-			if id.alive() {
-				left[mark] = true
-			}
+		for id := range seen { // one that is about to end has lost its mark already, and what it held of a GPU not yet
+			left = left || id.alive()
 		}
 		switch {
-		case len(left) == 0:
+		case !left:
 			return nil
 		case refused != nil:
 			return fmt.Errorf("processes that an earlier Caddy has left can't be ended: %w: end them by hand", refused)
