@@ -108,6 +108,7 @@ func (b *Broker) offered(consumer, model string) (_ Offer, stale bool) {
 		return Offer{Known: lifecycle.No}, false
 	}
 	asker, can := c.driver.(lifecycle.Cataloguer)
+	stopped := c.traits.Starts && !c.runs() && !b.moves(c) // its last list holds
 	switch {
 	case !c.traits.Catalog || !can:
 		return Offer{}, false
@@ -115,7 +116,7 @@ func (b *Broker) offered(consumer, model string) (_ Offer, stale bool) {
 		return Offer{}, true
 	case !cat.told && cat.byKey == nil && c.traits.Starts && (!c.runs() || b.moves(c)):
 		return Offer{Starts: true, Failed: cat.failed}, false
-	case !cat.told && (cat.byKey == nil || !c.traits.Starts || c.runs() || b.moves(c)): // of one that is stopped, its last list holds
+	case !cat.told && (cat.byKey == nil || !stopped):
 		return Offer{Silent: cat.fault}, false
 	case asker.Elsewhere(model):
 		return Offer{Elsewhere: true}, false

@@ -1,6 +1,7 @@
 package broker
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"path"
@@ -254,7 +255,7 @@ func device(d gpu.Device, owners []owner) scheduler.Device {
 			out.Measured[o.slot] = sum
 		}
 	}
-	slices.SortFunc(strangers, func(a, b gpu.Process) int { return int(b.Used/gpu.MiB - a.Used/gpu.MiB) })
+	slices.SortFunc(strangers, func(a, b gpu.Process) int { return cmp.Compare(b.Used, a.Used) })
 	for _, p := range strangers[:min(len(strangers), 5)] {
 		out.Outsiders = append(out.Outsiders, fmt.Sprintf("PID %d %s", p.PID, path.Base(p.Name)))
 	}
