@@ -356,21 +356,24 @@ func TestHeldTellsOfOneModelOrOfAConsumerWithoutModels(t *testing.T) {
 }
 
 func TestAModelThatNobodyNamedClaimsWhatTheServerSaysElseWhatTheConsumerSays(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		w, m := newModels(t)
-		defer w.Close()
-		m.tells(lifecycle.Model{Name: "told", Resident: 3 * gpu.GiB}, lifecycle.Model{Name: "untold", Resident: -1})
-		pass(10 * time.Second)
-		slots := map[string]Slot{}
-		for _, sl := range w.Status().Consumers["m"].Slots {
-			slots[sl.Model] = sl
-		}
-		require.EqualValues(t, 3*gpu.GiB, slots["told"].Claim)
-		require.Equal(t, "server", slots["told"].ClaimSource)
-		require.True(t, slots["told"].Adopted)
-		require.EqualValues(t, 2*gpu.GiB, slots["untold"].Claim)
-		require.Equal(t, "config", slots["untold"].ClaimSource)
-		require.True(t, slots["untold"].Adopted)
-		require.False(t, slots["a"].Adopted)
-	})
+	for _, auto := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			w, m := newModels(t)
+			defer w.Close()
+			w.gen.Config.Consumers[0].AutoModels = auto
+			m.tells(lifecycle.Model{Name: "told", Resident: 3 * gpu.GiB}, lifecycle.Model{Name: "untold", Resident: -1})
+			pass(10 * time.Second)
+			slots := map[string]Slot{}
+			for _, sl := range w.Status().Consumers["m"].Slots {
+				slots[sl.Model] = sl
+			}
+			require.EqualValues(t, 3*gpu.GiB, slots["told"].Claim)
+			require.Equal(t, "server", slots["told"].ClaimSource)
+			require.True(t, slots["told"].Adopted)
+			require.EqualValues(t, 2*gpu.GiB, slots["untold"].Claim)
+			require.Equal(t, "config", slots["untold"].ClaimSource)
+			require.True(t, slots["untold"].Adopted)
+			require.False(t, slots["a"].Adopted)
+		})
+	}
 }

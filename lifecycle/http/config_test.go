@@ -46,7 +46,7 @@ func TestTheFingerprintTellsValuesOfPlaceholdersApartAndDoesNotShowThem(t *testi
 func TestAllFaultsAreReportedAtOnce(t *testing.T) {
 	_, err := provision(t, `{
 		"header":{"Bad Name":["x"]},
-		"health":{"method":"FETCH","path":"health","accept":[99,600,200],"timeout":-1,"loaded":"$.[","busy":"$.x"},
+		"health":{"method":"FETCH","path":"health","accept":[199,200,599,600],"timeout":-1,"loaded":"$.[","busy":"$.x"},
 		"residency":{"path":"/r?key=hidden#x","resident_mib":"$.a","resident_bytes":"$.b"},
 		"load":{"path":"/l a","loaded":"$.x","for_each":{"path":"/x","values":"$.y"},"body":"{item}"},
 		"unload":{"path":"/u","header":{"Content-Type":["application/json"]},"body":"{\"a\":","for_each":{"path":"ps"}},
@@ -57,7 +57,8 @@ func TestAllFaultsAreReportedAtOnce(t *testing.T) {
 		`header: "Bad Name" is not a header name`,
 		`health: method "FETCH" is unknown: use one of GET, HEAD, POST`,
 		`health: path "health" does not begin with /`,
-		`health: accept 99 is not a status from 200 to 599`,
+		`health: accept 199 is not a status from 200 to 599`,
+		`health: accept 600 is not a status from 200 to 599`,
 		`health: accept 600 is not`,
 		`health: timeout -1ns is negative`,
 		`health: loaded "$.[" is not a JSONPath`,
