@@ -83,6 +83,20 @@ func TestN2_MemoryThatWasGoneAlreadyIsNotWaitedFor(t *testing.T) {
 	}
 }
 
+func TestN2_MemoryCountsAsGoneUpToTheCushion(t *testing.T) {
+	for left, state := range map[gpu.Bytes]SlotState{256: Idle, 257: Stopping} {
+		f := given(t, 16384, server("a", 10000))
+		f.warm("a", 10000)
+		f.advance(time.Minute)
+		f.use(-10000 + left)
+		f.step(Unload{Slot: "a"})
+		f.unloaded("a")
+		f.advance(50 * time.Millisecond)
+		f.sample()
+		f.requireState("a", state)
+	}
+}
+
 func TestN2_MeasuredMemoryThatWasGoneAlreadyIsSaidToBe(t *testing.T) {
 	f := given(t, 16384, server("a", 10000))
 	f.warm("a", 10000)
