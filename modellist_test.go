@@ -11,7 +11,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
-	"github.com/gpu-broker/caddy-gpu-broker/routing"
 )
 
 // A list of models is the server's, which knows better what it has. One that is stopped is not there to be asked, and serves what the configuration names.
@@ -45,7 +44,10 @@ func TestAServersListIsChangedOnlyIfItIsOne(t *testing.T) {
 	h := &Handler{Route: gpucaddyfile.Route{Consumer: "m"}}
 	require.NoError(t, h.Provision(ctx))
 	list := `{"data":[{"id":"a"}]}`
-	large := `{"data":[{"id":"a","x":"` + strings.Repeat("x", routing.MaxServerList) + `"}]}`
+	padded := func(size int) string {
+		const around = `{"data":[{"id":"a"}],"x":""}`
+		return strings.Replace(around, `""`, `"`+strings.Repeat("x", size-len(around))+`"`, 1)
+	}
 	for _, c := range []struct {
 		name, body, kind, coding string
 		status                   int
@@ -55,7 +57,8 @@ func TestAServersListIsChangedOnlyIfItIsOne(t *testing.T) {
 		{"a page", list, "text/html", "", 200, false},
 		{"compressed", list, "application/json", "gzip", 200, false},
 		{"an error", list, "application/json", "", 404, false},
-		{"too large", large, "application/json", "", 200, false},
+		{"as large as is read", padded(4 << 20), "application/json", "", 200, true},
+		{"too large", padded(4<<20 + 1), "application/json", "", 200, false},
 		{"no list", `{"a":1}`, "application/json", "", 200, false},
 	} {
 		w, r := request("GET", "/v1/models")
