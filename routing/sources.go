@@ -100,10 +100,9 @@ func (s *Sources) Other(r *http.Request, body *Facts, found string) (name string
 	}
 	path, field := 0, 0
 	for i := range s.list {
-		name = ""
 		switch from := &s.list[i]; from.Source {
 		case config.FromPath:
-			if name, _ = s.paths[path].Match(r.URL.Path); name == found {
+			if inPath, _ := s.paths[path].Match(r.URL.Path); inPath == found {
 				return "", nil
 			}
 			path++
