@@ -220,3 +220,15 @@ func TestASwitchCostsWhatWasMeasuredElseWhatIsConfiguredElse20Seconds(t *testing
 	sl.loadCost.add(5 * time.Second)
 	require.Equal(t, 8*time.Second, sl.switchCost())
 }
+
+func TestWhatWasMeasuredIsTheNinetyFifthPercentileOfTheLastLoads(t *testing.T) {
+	for loads, want := range map[int]gpu.Bytes{0: 0, 1: 1, 10: 10, 19: 19, 20: 19, 21: 20, 32: 31, 33: 32, 40: 39} {
+		var f footprint
+		for i := range loads {
+			f.add(gpu.Bytes(i + 1))
+			f.add(0)
+			f.add(-1)
+		}
+		require.Equal(t, want, f.measured(), "after %d loads", loads)
+	}
+}
