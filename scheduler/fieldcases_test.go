@@ -263,3 +263,27 @@ func TestFC26_ALoadOfAHundredSilentSecondsIsWaitedForAndServesAllWhoCame(t *test
 	require.Equal(t, "ready after 1m40s", f.decided("loaded", "a").Reason)
 	require.Zero(t, f.s.Snapshot(f.now).Counts.Refused)
 }
+
+// So it is for a load that is unloaded before anybody has looked at the GPU since its first job.
+func TestFC31_WhatALeakLeftIsTheSlotsOwnAlsoInAnUnloadAtOnce(t *testing.T) {
+	f := given(t, 16384, server("a", 9000))
+	f.use(300) // a desktop
+	f.warm("a", 9000)
+	f.step(Unload{Slot: "a"})
+	f.evicted("a", 9000-50)
+	f.look(10 * time.Second)
+	f.requireState("a", Idle)
+	require.EqualValues(t, 50, f.booking("a"))
+	h := f.submit("a")
+	f.loaded("a")
+	f.use(9000)
+	f.release(h)
+	f.step(Unload{Slot: "a"})
+	f.requireState("a", Stopping)
+	require.EqualValues(t, 9050, f.booking("a"))
+	require.EqualValues(t, 300, f.outsiders())
+	f.evicted("a", 9000)
+	f.look(10 * time.Second)
+	require.EqualValues(t, 50, f.booking("a"))
+	require.EqualValues(t, 300, f.outsiders())
+}

@@ -71,6 +71,10 @@ func TestALadderLeadsToAColdPrimaryThatNothingMustMakeRoomFor(t *testing.T) {
 	blind.chooses("a", "a", "b")
 	blind.probe("b", Yes)
 	blind.chooses("b", "a", "b")
+	blind.probe("big", No)
+	blind.chooses("b", "a", "b") // its memory would fit, but its server has not answered
+	blind.probe("a", No)
+	blind.chooses("a", "a", "b")
 }
 
 // No unload of ours brings back what other programs hold.
@@ -213,6 +217,20 @@ func TestAPrimaryThatIsAboutToGoForWantOfUseIsWarm(t *testing.T) {
 	f.requireState("a", Ready)
 	f.chooses("a", "a", "b")
 	f.requireRunning(f.submit("a"))
+}
+
+func TestAServerThatGoesByItselfWhileItIsAboutToGoForWantOfUseIsLoadedAnew(t *testing.T) {
+	f := given(t, 16384, server("a", 4000, idles(time.Minute), asksBusy))
+	f.warm("a", 4000)
+	f.slow["a"] = true
+	f.advance(time.Minute)
+	require.False(t, f.slot("a").GateOpen)
+	f.use(-4000)
+	f.probe("a", No)
+	f.requireState("a", Idle)
+	require.True(t, f.slot("a").GateOpen)
+	f.submit("a")
+	f.requireState("a", Loading)
 }
 
 func TestWithoutEvictionsEveryServerThatAnswersIsWarm(t *testing.T) {
