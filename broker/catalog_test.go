@@ -62,7 +62,7 @@ func listing(t *testing.T, starts bool) (*world, *lister) {
 }
 
 func TestWhatIsKnownOfAModelWithoutAskingItsServer(t *testing.T) {
-	listed := map[string]lifecycle.Model{"x": {Name: "x"}, "twin": {Name: "twin", Digest: "1"}}
+	listed := map[string]lifecycle.Model{"x": {Name: "x"}, "twin": {Name: "twin", Digest: "1"}, "a": {Name: "a", Digest: "1"}}
 	no := Offer{Known: lifecycle.No, Listed: []string{"x", "twin"}}
 	silent := Offer{Silent: "no answer"}
 	failed := time.Now().Add(-time.Hour)
@@ -91,7 +91,8 @@ func TestWhatIsKnownOfAModelWithoutAskingItsServer(t *testing.T) {
 		"a server that is being started and never told":    {starts: true, loads: true, model: "y", want: Offer{Starts: true, Failed: failed}},
 		"a server that runs, is loaded and never told":     {starts: true, runs: true, loads: true, model: "y", want: Offer{Starts: true, Failed: failed}},
 		"a server that is being started and told once":     {starts: true, loads: true, list: true, model: "y", want: silent},
-		"a server that is being started, and its old list": {starts: true, loads: true, list: true, model: "twin", want: Offer{Known: lifecycle.Yes, As: "twin"}},
+		"another name of one of the configuration":         {model: "twin", list: true, told: true, want: Offer{Known: lifecycle.Yes, As: "a"}},
+		"a server that is being started, and its old list": {starts: true, loads: true, list: true, model: "x", want: Offer{Known: lifecycle.Yes, As: "x"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

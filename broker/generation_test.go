@@ -446,3 +446,23 @@ func TestCheckNamesEveryConsumerWhoseLifecycleFallsShort(t *testing.T) {
 	g.Config.Consumers = g.Config.Consumers[:1]
 	require.NoError(t, g.Check())
 }
+
+func TestWhatBecomesOfAGenerationCanBeWaitedForBeforeItIsPushed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", gpu.GiB))
+		defer w.Close()
+		next := w.generation(t, nil, server("a", gpu.GiB))
+		ruled, undone := next.Ruled(), next.Undone()
+		require.False(t, isDone(ruled))
+		w.reload(t, next)
+		require.True(t, isDone(ruled))
+		require.False(t, isDone(undone))
+
+		next = w.generation(t, nil, server("a", gpu.GiB))
+		undone, ruled = next.Undone(), next.Ruled()
+		require.NoError(t, w.Push(next))
+		w.Pop(next)
+		require.True(t, isDone(undone))
+		require.False(t, isDone(ruled))
+	})
+}
