@@ -267,3 +267,21 @@ func TestK0_AnotherServerThatRefusesToUnloadIsNamed(t *testing.T) {
 	f.look(10 * time.Second)
 	require.Contains(t, f.requireRefused(h, VRAMExhausted).Message, "the server of forge may hold some of that, and does not unload: 500")
 }
+
+func TestK0_WhatWasFlushedHasTimeToComeBackAfterUnloadsThatBroughtNothing(t *testing.T) {
+	f := given(t, 16384, lazyServer("forge", 9216), server("v", 7000), server("llm", 10000))
+	f.reconfigure(func(c *Config) { c.MaxEvictions = 0 })
+	f.warm("v", 7000)
+	f.use(6000) // forge's, or somebody else's
+	f.advance(time.Hour)
+	h := f.submit("llm")
+	f.requireUnloads("v")
+	f.unloaded("v") // and keeps all its memory
+	f.look(10 * time.Second)
+	f.requireUnloads("v", "forge")
+	f.answered("forge")
+	f.look(f.cfg.OutsiderWait - time.Second)
+	f.requireWaiting(h)
+	f.look(2 * time.Second)
+	require.Contains(t, f.requireRefused(h, VRAMExhausted).Message, "unloads did not bring the memory back")
+}
