@@ -338,3 +338,10 @@ func TestK9_ARaisedClaimIsSaidAgainOnceItHasGrownByMoreThanATwentieth(t *testing
 		require.Equal(t, c.said, said())
 	}
 }
+
+func TestK9_AClaimThatWhatWasSeenExceedsIsToldWithBoth(t *testing.T) {
+	f := restarted(t, map[string]Learnt{"a": {Footprints: []gpu.Bytes{20000 * gpu.MiB}}}, server("a", 4096))
+	f.probe("a", No)
+	f.submit("a")
+	require.Contains(t, f.decided("claim_raised", "a").Reason, "its vram is 4GiB, and 19.53GiB was seen of it lately: its next load claims 15.")
+}

@@ -232,3 +232,43 @@ func TestWhatWasMeasuredIsTheNinetyFifthPercentileOfTheLastLoads(t *testing.T) {
 		require.Equal(t, want, f.measured(), "after %d loads", loads)
 	}
 }
+
+func TestALoadThatTakesLessThanOthersIsLearntAtItsEnd(t *testing.T) {
+	f := given(t, 16384, server("a", 9000))
+	load := func(takes gpu.Bytes) {
+		h := f.submit("a")
+		f.loaded("a")
+		f.cards[0].Measured = map[string]gpu.Bytes{"a": takes * gpu.MiB}
+		f.use(takes)
+		f.release(h)
+		f.sample()
+	}
+	load(9000)
+	require.Equal(t, []gpu.Bytes{9000 * gpu.MiB}, f.s.Learnt()["a"].Footprints, "the most that any took is known at once")
+	f.step(Unload{Slot: "a"})
+	f.cards[0].Measured = map[string]gpu.Bytes{"a": 0}
+	f.evicted("a", 9000)
+	f.requireState("a", Idle)
+	load(5000)
+	require.Equal(t, []gpu.Bytes{9000 * gpu.MiB}, f.s.Learnt()["a"].Footprints)
+	f.step(Unload{Slot: "a"})
+	f.cards[0].Measured = map[string]gpu.Bytes{"a": 0}
+	f.evicted("a", 5000)
+	require.Equal(t, []gpu.Bytes{9000 * gpu.MiB, 5000 * gpu.MiB}, f.s.Learnt()["a"].Footprints)
+}
+
+func TestWhatALoadLeftIsNotItsServersAtAnotherAddress(t *testing.T) {
+	f := given(t, 16384, server("a", 9000))
+	f.warm("a", 9000)
+	f.step(Unload{Slot: "a"})
+	f.evicted("a", 9000-400)
+	f.look(10 * time.Second)
+	f.requireState("a", Idle)
+	require.EqualValues(t, 400, f.booking("a"))
+	f.reconfigure(func(c *Config) { c.Slots[0].Server = "elsewhere:1" })
+	f.probe("a", No)
+	f.sample()
+	f.requireState("a", Idle)
+	require.Zero(t, f.booking("a"))
+	require.EqualValues(t, 400, f.outsiders())
+}
