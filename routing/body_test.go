@@ -225,3 +225,25 @@ func TestAPlainStringIsReadWithoutACopy(t *testing.T) {
 		require.Equal(t, "llama3.2:3b", text)
 	}
 }
+
+// A transport may go on reading the body of an attempt that has failed.
+func TestABodyThatIsReadAgainLeavesWhoReadsItAlready(t *testing.T) {
+	b := NewBuffers(t.TempDir())
+	for _, size := range []int{1000, 2 * memoryBody} {
+		want := random(size)
+		r := httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(want))
+		body, err := b.Read(r, Limits{Body: total, Total: total})
+		require.NoError(t, err)
+		first := r.Body
+		_, err = io.ReadFull(first, make([]byte, 10))
+		require.NoError(t, err)
+		body.Rewind(r)
+		got, err := io.ReadAll(r.Body)
+		require.NoError(t, err)
+		require.Equal(t, want, got)
+		got, err = io.ReadAll(first)
+		require.NoError(t, err)
+		require.Equal(t, want[10:], got)
+		body.Recycle()
+	}
+}
