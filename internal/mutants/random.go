@@ -40,7 +40,7 @@ var rooms = []room{
 	},
 	{
 		name: "request path", dir: ".", files: []string{"handler.go", "job.go", "run.go", "readahead.go", "sent.go", "target.go", "models.go", "errors.go", "stop.go", "heartbeat.go"},
-		e2e: []string{"bodies_test.go", "heartbeat_test.go", "fallback_test.go", "health_test.go", "leaving_test.go", "models_test.go", "refusals_test.go", "routes_test.go", "sent_test.go", "stop_test.go", "translate_test.go"},
+		e2e: []string{"bodies_test.go", "heartbeat_test.go", "fallback_test.go", "health_test.go", "holdup_test.go", "leaving_test.go", "models_test.go", "refusals_test.go", "routes_test.go", "sent_test.go", "stop_test.go", "translate_test.go"},
 	},
 	{
 		name: "lifecycle/http", dir: "lifecycle/http",
