@@ -1,6 +1,7 @@
 package httplife_test
 
 import (
+	"fmt"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -63,6 +64,31 @@ func TestAServerIsBusyWhileAnyJobOfItsIsNotOver(t *testing.T) {
 	_, err = busy()
 	require.NoError(t, err)
 	require.Len(t, f.called("GET /jobs/x y"), asked, "one that is over is not asked for again")
+}
+
+func TestJobsThatAreNotAskedForYetKeepAServerBusy(t *testing.T) {
+	f := newFake(t)
+	d := open(t, `{"jobs":{"path":"/jobs/{item}","id":"$.id","done":"$.done"}}`, f.addr)
+	for i := range 17 { // one more than are asked for at once
+		f.answer(fmt.Sprintf("GET /jobs/%d", i), 200, `{"done":true}`)
+		require.True(t, d.(lifecycle.Jobs).Track(fmt.Appendf(nil, `{"id":%d}`, i)))
+	}
+	for _, want := range []bool{true, false} {
+		is, err := d.Busy(t.Context(), lifecycle.Target{})
+		require.NoError(t, err)
+		require.Equal(t, want, is)
+	}
+}
+
+func TestAServerThatIsStartedAnewHasNoJobs(t *testing.T) {
+	f := newFake(t)
+	d := open(t, `{"jobs":{"path":"/jobs/{item}","id":"$.id","done":"$.done"}}`, f.addr)
+	require.True(t, d.(lifecycle.Jobs).Track([]byte(`{"id":7}`)))
+	d.(interface{ Restarted() }).Restarted()
+	is, err := d.Busy(t.Context(), lifecycle.Target{})
+	require.NoError(t, err)
+	require.False(t, is)
+	require.Empty(t, f.called("GET /jobs/7"))
 }
 
 func TestWhileAServerHasNoJobsItsBusyRouteTells(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 
 func TestAnItemIsWrittenAsItsPlaceInTheTextDemands(t *testing.T) {
 	t.Setenv("TEST_TEXT", `v"1`)
+	t.Setenv("TEST_JSON", `"v"`)
 	for _, c := range []struct {
 		in   string
 		kind textKind
@@ -27,6 +28,8 @@ func TestAnItemIsWrittenAsItsPlaceInTheTextDemands(t *testing.T) {
 		{`{"a":"\"","name":{model}}`, jsonText, "b", `{"a":"\"","name":"b"}`},
 		{`{"a":"\\","name":"{model}"}`, jsonText, `"`, `{"a":"\\","name":"\""}`},
 		{`{"a":"{env.TEST_TEXT}","b":"{model}"}`, jsonText, "b", `{"a":"v\"1","b":"b"}`},
+		{`{"a":{env.TEST_JSON},"b":"{model}"}`, jsonText, "b", `{"a":"v","b":"b"}`},
+		{`"{env.TEST_TEXT}" {model}`, rawText, "b", `"v"1" b`},
 		{"{env.TEST_TEXT} {model}", rawText, `b"`, `v"1 b"`},
 		{`\{model} {model}`, rawText, "b", "{model} b"},
 		{`\{env.TEST_TEXT\} {model}`, rawText, "b", "{env.TEST_TEXT} b"},
