@@ -47,12 +47,18 @@ func TestFaultsOneByOne(t *testing.T) {
 		`{"command": ["x"], "max_restarts": 3}`:                       "max_restarts needs `restart on_failure`",
 		`{"command": ["x"], "server": []}`:                            "server: it must be a JSON object",
 		`{"command": ["x"], "server": {"protocol": "process"}}`:       "its lifecycle starts a server itself",
+		`{"command": ["x"], "env_pass": ["HOME"]}`:                    "env_pass has no effect without env_clear",
+		`{"command": ["x"], "env_clear": true, "env_pass": [""]}`:     `env_pass: "" is not the name of a variable`,
+		`{"command": ["x"], "env_clear": true, "env_pass": ["A=B"]}`:  `env_pass: "A=B" is not`,
+		`{"command": ["x"], "env_clear": true, "env_pass": ["*A"]}`:   `env_pass: "*A" is not`,
+		`{"command": ["x"], "env_clear": true, "env_pass": ["A**"]}`:  `env_pass: "A**" is not`,
 		`{"command": ["x\u0000"]}`:                                    "holds a zero byte",
 	} {
 		_, err := provision(t, config)
 		require.ErrorContains(t, err, want, config)
 	}
-	for _, config := range []string{`{"command": ["x"]}`, `{"command": ["x"], "server": null}`, `{"command": ["x", "{file}", "{env}", "{}"]}`} {
+	for _, config := range []string{`{"command": ["x"]}`, `{"command": ["x"], "server": null}`, `{"command": ["x", "{file}", "{env}", "{}"]}`,
+		`{"command": ["x"], "env_clear": true, "env_pass": ["A_1", "A*", "*"]}`} {
 		_, err := provision(t, config)
 		require.NoError(t, err, config)
 	}
