@@ -149,7 +149,7 @@ func TestAProcessIsTheConsumersThatOwnsItAndElseAnOutsiders(t *testing.T) {
 	require.Nil(t, device(d, owners).Measured, "the driver lists no processes")
 	require.Nil(t, device(d, owners).Outsiders)
 	d.ProcessesKnown = true
-	d.Processes = []gpu.Process{{PID: 1, Name: "a", Used: 2 * gpu.GiB}, {PID: 2, Name: "worker", Used: gpu.GiB}, {PID: 3, Name: "b", Used: -1}}
+	d.Processes = []gpu.Process{{PID: 1, Name: "a", Used: 2 * gpu.GiB}, {PID: 2, Name: "worker", Used: gpu.GiB}, {PID: 3, Name: "b", Used: -1}, {PID: 4, Name: "none"}}
 	for i := range 6 {
 		d.Processes = append(d.Processes, gpu.Process{PID: 10 + i, Name: "/usr/bin/game", Used: gpu.Bytes(i) * gpu.GiB})
 	}

@@ -26,6 +26,19 @@ func Records(dir string) []string {
 	return marks
 }
 
+// Leaders are the leaders that the records in dir name, with when each has started.
+func Leaders(dir string) map[int]uint64 {
+	all, err := records(dir)
+	if err != nil {
+		panic(err)
+	}
+	leaders := map[int]uint64{}
+	for _, r := range all {
+		leaders[r.Leader.PID] = r.Leader.Start
+	}
+	return leaders
+}
+
 // Forge keeps a record of a process that owner is said to have started.
 func Forge(dir, mark, boot string, owner, leader int, ownerStart, leaderStart uint64) error {
 	r := &record{Mark: mark, Consumer: "forged", Boot: boot, Owner: identity{owner, ownerStart}, Leader: identity{leader, leaderStart}}

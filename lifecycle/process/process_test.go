@@ -43,6 +43,7 @@ func TestAServerIsStartedServesAndIsStopped(t *testing.T) {
 	require.WithinDuration(t, time.Now(), s.StartedAt, patience)
 	require.Equal(t, lifecycle.Yes, o.Probe(within(t)).Loaded)
 	require.Len(t, process.Records(o.dir), 1)
+	require.Eventually(t, func() bool { return process.Leaders(o.dir)[pid] == process.StartOf(pid) }, patience, time.Millisecond, "its number alone may be another's by the next start")
 
 	o.unload(t)
 	gone(t, pid)
