@@ -171,6 +171,8 @@ func TestADocumentThatCannotBeReadIsSetAside(t *testing.T) {
 		"too large":                 `{"version":1,"consumers":{}}` + strings.Repeat(" ", learntMax),
 		"with something behind it":  `{"version":1,"consumers":{}} {}`,
 		"with a name that is none":  `{"version":1,"consumers":{"a b":{}}}`,
+		"with a model that is none": `{"version":1,"consumers":{"a/b\u0001":{}}}`,
+		"with a model without name": `{"version":1,"consumers":{"a/":{}}}`,
 		"with a negative time":      `{"version":1,"consumers":{"a":{"load_seconds":-1}}}`,
 		"with a time out of bounds": `{"version":1,"consumers":{"a":{"unload_seconds":1e300}}}`,
 		"with a negative size":      `{"version":1,"consumers":{"a":{"footprints":[-1]}}}`,
