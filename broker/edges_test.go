@@ -1,0 +1,278 @@
+package broker
+
+import (
+	"context"
+	"errors"
+	"math"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
+	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
+)
+
+// worldOf is a broker whose servers all have these traits.
+func worldOf(t *testing.T, traits lifecycle.Traits, consumers ...*config.Consumer) *world {
+	t.Helper()
+	w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+	w.gen = w.generation(t, nil, consumers...)
+	for _, s := range w.servers {
+		s.traits = traits
+	}
+	require.NoError(t, w.Push(w.gen))
+	return w
+}
+
+// ofModels are the traits of servers that load and unload each model by its name.
+func ofModels() lifecycle.Traits {
+	traits := everything
+	traits.LoadModel, traits.UnloadModel, traits.Models = true, true, true
+	return traits
+}
+
+func TestANameThatRequestsUseStandsForOneSlotOrForNone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		image, off := server("image", gpu.GiB), server("off", gpu.GiB)
+		image.Alias, off.Alias, off.Enabled = []string{"pictures"}, []string{"switched-off"}, config.Off
+		one, two := server("one", gpu.GiB), server("two", gpu.GiB)
+		one.Models = []*config.Model{{Name: "a", Alias: []string{"short"}}, {Name: "both"}}
+		two.Models = []*config.Model{{Name: "b"}, {Name: "both"}}
+		w := worldOf(t, ofModels(), image, off, one, two)
+		defer w.Close()
+		for name, want := range map[string]string{
+			"": "", "image": "image", "one": "one", "one/a": "one/a", "one/both": "one/both",
+			"pictures": "image", "a": "one/a", "short": "one/a", "one/short": "one/a", "b": "two/b",
+			"both": "both", "two/a": "two/a", "switched-off": "switched-off", "nobody": "nobody", "nobody/a": "nobody/a", "image/a": "image/a", "one/": "one/",
+		} {
+			require.Equal(t, want, w.Resolve(name), name)
+		}
+	})
+}
+
+// watching is an observer that keeps what it is told.
+type watching struct {
+	mu      sync.Mutex
+	counted []string
+	decided []string
+	stayed  map[string]time.Duration
+}
+
+func (o *watching) Count(d scheduler.Decision) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.counted = append(o.counted, d.Kind)
+}
+
+func (o *watching) Decided(d scheduler.Decision) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.decided = append(o.decided, d.Kind)
+}
+
+func (o *watching) Resided(slot string, stayed time.Duration) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.stayed[slot] = stayed
+}
+
+func TestAnObserverIsToldOfEveryDecisionAndOfHowLongWhatIsUnloadedStayed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+		w.gen = w.generation(t, nil, server("a", gpu.GiB))
+		o := &watching{stayed: map[string]time.Duration{}}
+		w.gen.Observer = o
+		require.NoError(t, w.Push(w.gen))
+		defer w.Close()
+		w.serves(t, "a")
+		pass(time.Minute)
+		require.NoError(t, w.UnloadByHand(t.Context(), "a", false))
+		synctest.Wait()
+		var kinds []string
+		for _, d := range w.Decisions() {
+			kinds = append(kinds, d.Kind)
+		}
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		require.ElementsMatch(t, kinds, o.decided)
+		require.ElementsMatch(t, kinds, o.counted)
+		require.Contains(t, kinds, "unloaded")
+		require.GreaterOrEqual(t, o.stayed["a"], time.Minute)
+		require.Less(t, o.stayed["a"], 2*time.Minute)
+	})
+}
+
+// hanging is a server whose list of models does not come.
+type hanging struct{ *lister }
+
+func (d *hanging) Open(deps lifecycle.Deps) (lifecycle.Driver, error) { d.deps = deps; return d, nil }
+func (d *hanging) Catalog(ctx context.Context) ([]lifecycle.Model, error) {
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+func TestWhoeverLeavesWhileAListIsAskedForLearnsNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w, d := listing(t, false)
+		defer w.Close()
+		next := w.generation(t, nil, w.gen.Config.Consumers[0])
+		next.Lifecycles["m"], next.Keys["m"] = &hanging{d}, "hanging"
+		w.reload(t, next)
+		pass(time.Minute)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+		defer cancel()
+		began := time.Now()
+		require.Equal(t, Offer{}, w.Offer(ctx, "m", "y"))
+		require.Equal(t, time.Millisecond, time.Since(began))
+		offer := w.Offer(t.Context(), "m", "y")
+		require.NotEmpty(t, offer.Silent, "who waits is told that it does not answer")
+		require.Equal(t, Offer{}, w.Offer(t.Context(), "nobody", "y"))
+		w.Close()
+		pass(time.Minute)
+		require.Equal(t, Offer{}, w.Offer(t.Context(), "m", "z"), "it asks nobody any more")
+	})
+}
+
+func TestAnUnloadThatFailsIsToldToWhoeverAskedForItByHand(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", gpu.GiB))
+		defer w.Close()
+		w.serves(t, "a")
+		w.servers["a"].mu.Lock()
+		w.servers["a"].refuse = errors.New("500: no")
+		w.servers["a"].mu.Unlock()
+		require.ErrorContains(t, w.UnloadByHand(t.Context(), "a", false), `"a" was not unloaded: 500: no`)
+		require.Equal(t, "READY", w.stateOf(t, "a"))
+	})
+}
+
+func TestAModelThatNobodyHasAskedForYetCanNotBeNamedByItsConsumerAlone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		auto := server("auto", gpu.GiB)
+		auto.AutoModels = true
+		w, d := listing(t, false)
+		defer w.Close()
+		next := w.generation(t, nil, auto)
+		w.servers["auto"].traits = w.servers["m"].traits
+		next.Lifecycles["auto"] = &lister{supervised: &supervised{fakeServer: w.servers["auto"]}}
+		w.reload(t, next)
+		require.Zero(t, d.asked.Load())
+		pass(time.Minute)
+		for _, err := range []error{w.LoadByHand(t.Context(), "auto"), w.Pin("auto", true)} {
+			require.ErrorIs(t, err, ErrCannot)
+			require.ErrorContains(t, err, `no model of "auto" has been asked for yet`)
+		}
+	})
+}
+
+func TestFollowersFromAnotherProcessBeginAtTheFirstDecision(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", gpu.GiB))
+		w.serves(t, "a")
+		all, err := w.Follow(t.Context(), 0, time.Minute)
+		require.NoError(t, err)
+		require.NotEmpty(t, all.Decisions)
+		again, err := w.Follow(t.Context(), math.MaxUint64, time.Minute)
+		require.NoError(t, err)
+		require.Equal(t, all, again)
+		none, err := w.Follow(t.Context(), all.Last, time.Minute)
+		require.NoError(t, err)
+		require.Empty(t, none.Decisions)
+		gone, why := errors.New("gone"), context.CancelCauseFunc(nil)
+		ctx, why := context.WithCancelCause(t.Context())
+		why(gone)
+		_, err = w.Follow(ctx, all.Last, time.Minute)
+		require.ErrorIs(t, err, gone)
+		ended := make(chan error)
+		go func() {
+			_, err := w.Follow(context.Background(), all.Last+1000, time.Hour)
+			for err == nil {
+				_, err = w.Follow(context.Background(), w.Recorded(), time.Hour)
+			}
+			ended <- err
+		}()
+		synctest.Wait()
+		w.Close()
+		require.ErrorIs(t, <-ended, errStopping)
+	})
+}
+
+func TestWhereAConsumerIs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", gpu.GiB))
+		defer w.Close()
+		for name, want := range map[string]string{"a": "a.test:1", "nobody": ""} {
+			at, runs := w.Address(name)
+			require.Equal(t, want, at)
+			require.Equal(t, want != "", runs)
+		}
+	})
+}
+
+func TestWhoHoldsAModelThatNoConfigurationNames(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w, m := newModels(t)
+		defer w.Close()
+		m.tells(lifecycle.Model{Name: "x", Resident: gpu.GiB}, lifecycle.Model{Name: "b", Resident: gpu.GiB})
+		pass(10 * time.Second)
+		for _, c := range []struct{ consumer, model, name, as string }{
+			{"", "x", "m", "x"}, {"m", "x", "m", "x"}, {"other", "x", "", ""}, {"", "y", "", ""}, {"m", "b", "", ""},
+		} {
+			name, as := w.Holder(c.consumer, c.model)
+			require.Equal(t, c.name, name, c)
+			require.Equal(t, c.as, as, c)
+		}
+		w.gen.Config.Consumers[0].Enabled = config.Off
+		name, _ := w.Holder("", "x")
+		require.Empty(t, name, "it is switched off")
+	})
+}
+
+func TestAJobThatIsCutIsRecordedWithTheReason(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", gpu.GiB), server("b", gpu.GiB))
+		defer w.Close()
+		l, err := w.Acquire(t.Context(), Request{Consumer: "a"})
+		require.NoError(t, err)
+		require.False(t, w.Contended(l))
+		go func() {
+			if other, err := w.Acquire(context.Background(), Request{Consumer: "b"}); err == nil {
+				other.Release(scheduler.Served)
+			}
+		}()
+		pass(time.Minute)
+		require.True(t, w.Contended(l), "b waits for the lock")
+		require.False(t, w.Contended(Lease{}))
+		w.Cut(l, scheduler.BudgetExceeded, "it took too long")
+		d := w.Decisions()[0]
+		if last := w.Decisions()[len(w.Decisions())-1]; last.Kind == "cut" {
+			d = last
+		}
+		require.Equal(t, scheduler.Decision{At: d.At, Kind: "cut", Slot: "a", GPU: -1, Code: scheduler.BudgetExceeded, Reason: "it took too long"}, d)
+		l.Release(scheduler.Served)
+		w.Close()
+		require.False(t, w.Contended(l))
+	})
+}
+
+func TestWhoseProcessesAreWhose(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		named, plain, several := server("named", gpu.GiB), server("plain", gpu.GiB), server("several", gpu.GiB)
+		named.Processes = []string{"comfy", "/opt/x/worker"}
+		several.Models = []*config.Model{{Name: "a"}}
+		several.Processes = []string{"never"}
+		w := worldOf(t, ofModels(), named, plain, several)
+		defer w.Close()
+		all := w.owners()
+		require.Len(t, all, 1, "of the others nothing tells")
+		require.Equal(t, "named", all[0].slot)
+		for name, owned := range map[string]bool{"comfy": true, "/usr/bin/comfy": true, "/opt/x/worker": true, "worker": false, "/opt/y/worker": false, "comfy2": false, "": false} {
+			require.Equal(t, owned, all[0].owns(gpu.Process{Name: name}), name)
+		}
+	})
+}
