@@ -46,8 +46,8 @@ func TestK3_WhichBodiesAskForAnUnload(t *testing.T) {
 		{generate, `{"model":"m","keep_alive":0`, none},
 		{generate, `[{"keep_alive":0}]`, none},
 		{generate, ``, none},
-		{generate, `{"keep_alive":0,"x":"` + strings.Repeat("x", 4<<10-len(`{"keep_alive":0,"x":""}`)) + `"}`, unload},
-		{generate, `{"keep_alive":0,"x":"` + strings.Repeat("x", 4<<10-len(`{"keep_alive":0,"x":""}`)+1) + `"}`, none},
+		{generate, `{"model":"m","keep_alive":0,"x":"` + strings.Repeat("x", 4<<10-len(`{"model":"m","keep_alive":0,"x":""}`)) + `"}`, unload},
+		{generate, `{"model":"m","keep_alive":0,"x":"` + strings.Repeat("x", 4<<10-len(`{"model":"m","keep_alive":0,"x":""}`)+1) + `"}`, none},
 	} {
 		got := none
 		y := &Body{memory: []byte(c.body)}
