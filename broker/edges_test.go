@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
@@ -274,5 +275,149 @@ func TestWhoseProcessesAreWhose(t *testing.T) {
 		for name, owned := range map[string]bool{"comfy": true, "/usr/bin/comfy": true, "/opt/x/worker": true, "worker": false, "/opt/y/worker": false, "comfy2": false, "": false} {
 			require.Equal(t, owned, all[0].owns(gpu.Process{Name: name}), name)
 		}
+	})
+}
+
+// lateGPU opens only at its third try.
+type lateGPU struct {
+	*fakeGPU
+	tries int
+}
+
+func (g *lateGPU) Open(context.Context, *zap.Logger) (gpu.Sampler, error) {
+	if g.tries++; g.tries < 3 {
+		return nil, errors.New("no driver")
+	}
+	return g.fakeGPU, nil
+}
+
+func TestTelemetryThatDoesNotOpenIsTriedAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+		w.gen = w.generation(t, nil, server("a", gpu.GiB))
+		late := &lateGPU{fakeGPU: w.gpu}
+		w.gen.Sampler = late
+		require.NoError(t, w.Push(w.gen))
+		defer w.Close()
+		synctest.Wait()
+		require.Equal(t, 1, late.tries)
+		require.Contains(t, w.Status().Degraded, "no driver")
+		pass(10*time.Second - 1)
+		require.Equal(t, 1, late.tries)
+		pass(10*time.Second + 1)
+		synctest.Wait()
+		require.Equal(t, 3, late.tries)
+		pass(time.Second)
+		require.Empty(t, w.Status().Degraded)
+		w.serves(t, "a")
+	})
+}
+
+func TestALostGPUIsShownAsLost(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", gpu.GiB))
+		defer w.Close()
+		tells := func(d gpu.Device) {
+			w.gpu.mu.Lock()
+			defer w.gpu.mu.Unlock()
+			w.gpu.tells = func(out *gpu.Device) {
+				out.Health, out.Utilisation, out.Temperature, out.Power = d.Health, d.Utilisation, d.Temperature, d.Power
+			}
+		}
+		tells(gpu.Device{Health: gpu.Healthy})
+		pass(time.Minute)
+		g := w.Status().GPUs[0]
+		require.Equal(t, string(gpu.Healthy), g.Health)
+		require.Zero(t, *g.Utilisation)
+		require.Zero(t, *g.Temperature)
+		require.Zero(t, *g.Power)
+		tells(gpu.Device{Health: gpu.Lost})
+		pass(time.Minute)
+		g = w.Status().GPUs[0]
+		require.Equal(t, string(gpu.Lost), g.Health)
+		require.Nil(t, g.Utilisation)
+		tells(gpu.Device{Health: gpu.Healthy, Utilisation: -1, Temperature: -1, Power: -1})
+		pass(time.Minute)
+		g = w.Status().GPUs[0]
+		require.Nil(t, g.Utilisation)
+		require.Nil(t, g.Temperature)
+		require.Nil(t, g.Power)
+	})
+}
+
+func TestAConsumerMayShareAServerAndHaveItsOwnByTurns(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		whole := func() *config.Consumer { return server("whole", 2*gpu.GiB) }
+		part := func() *config.Consumer {
+			c := server("part", gpu.GiB)
+			c.Shares, c.Upstream = "whole", "whole.test:1"
+			return c
+		}
+		w := newWorld(t, nil, whole(), part())
+		defer w.Close()
+		for range 2 {
+			w.serves(t, "part")
+			at, _ := w.Address("part")
+			require.Equal(t, "whole.test:1", at)
+			require.Equal(t, "whole", w.Status().Consumers["part"].Shares)
+			w.reload(t, w.generation(t, nil, whole(), server("part", gpu.GiB)))
+			w.serves(t, "part")
+			at, _ = w.Address("part")
+			require.Equal(t, "part.test:1", at)
+			require.Empty(t, w.Status().Consumers["part"].Shares)
+			w.reload(t, w.generation(t, nil, whole(), part()))
+			pass(time.Hour)
+		}
+		w.serves(t, "part")
+		w.reload(t, w.generation(t, nil, whole()))
+		pass(time.Hour)
+		require.NotContains(t, w.Status().Consumers, "part")
+		_, err := w.Acquire(t.Context(), Request{Consumer: "part"})
+		require.ErrorContains(t, err, `there is no consumer "part"`)
+	})
+}
+
+func TestWhatSharesAServerGoesWithTheLastConfiguration(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		part := server("part", gpu.GiB)
+		part.Shares, part.Upstream = "whole", "whole.test:1"
+		w := newWorld(t, nil, server("whole", 2*gpu.GiB), part)
+		defer w.Close()
+		w.serves(t, "part")
+		w.Pop(w.gen)
+		w.Retire(t.Context())
+		require.Empty(t, w.Status().Consumers)
+		require.Equal(t, 1, w.servers["whole"].count(&w.servers["whole"].unloads))
+		part = server("part", gpu.GiB)
+		part.Shares, part.Upstream = "whole", "whole.test:1"
+		require.NoError(t, w.Push(w.generation(t, nil, server("whole", 2*gpu.GiB), part)))
+		w.serves(t, "part")
+	})
+}
+
+func TestAConsumerOfWhichNoModelIsKnownYetIsShown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w, _ := listing(t, false)
+		defer w.Close()
+		auto := server("auto", gpu.GiB)
+		auto.AutoModels = true
+		next := w.generation(t, nil, auto)
+		w.servers["auto"].traits = w.servers["m"].traits
+		next.Lifecycles["auto"] = &lister{supervised: &supervised{fakeServer: w.servers["auto"]}}
+		w.reload(t, next)
+		pass(time.Minute)
+		st := w.Status().Consumers["auto"]
+		require.True(t, st.Enabled)
+		require.Equal(t, "healthy", st.Health)
+		require.False(t, st.Pinned)
+		require.False(t, st.Draining)
+		require.False(t, st.Removed)
+		require.Empty(t, st.Slots)
+		require.NotNil(t, st.Process)
+		require.NoError(t, w.Drain(t.Context(), "auto"))
+		require.True(t, w.Status().Consumers["auto"].Draining)
+		w.reload(t, w.generation(t, nil, server("b", gpu.GiB)))
+		pass(time.Hour)
+		require.NotContains(t, w.Status().Consumers, "auto")
 	})
 }

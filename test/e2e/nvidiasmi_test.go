@@ -118,6 +118,9 @@ func TestK6_WhateverNvidiaSMIPrintsWhatCanBeServedIsServed(t *testing.T) {
 			}
 			check("a", c.atStart)
 			check("c", c.other)
+			if len(f.status().GPUs) == 0 {
+				require.Contains(t, f.status().Degraded, c.reason, "status says why there is none")
+			}
 			for _, g := range f.status().GPUs {
 				require.False(t, g.Health == "healthy" && g.Total == 0, "%+v", g)
 			}
