@@ -1,6 +1,7 @@
 package gpubroker
 
 import (
+	"cmp"
 	"encoding/json"
 	"maps"
 	"net/http"
@@ -110,6 +111,9 @@ func (j *job) translate(r *http.Request, computes bool) {
 	}
 	if !slices.Contains(j.facts.Names, asked) {
 		name = ""
+		if other := cmp.Or(j.facts.Names...); other != "" && j.askedOf != "" && j.askedOf != t.name {
+			name = j.sendAs(other) // it means nothing to a fallback
+		}
 	}
 	if missing != "" && len(sources.Fields()) > 0 {
 		change = change.WithName(missing)
