@@ -20,13 +20,13 @@ import (
 func TestFaultsAreToldAllAtOnce(t *testing.T) {
 	_, err := provision(t, `{
 		"command": ["llama-server", "{env.NOT_THERE}", "{gpu_broker.prot}"],
-		"ports": "9200-9100", "env": {"A=B": "x"}, "user": "nobody-of-that-name", "signal": "SIGNOTHING", "grace": -1,
+		"ports": "9200-9100", "env": {"": "x", "A=B": "x", "C": "{env.NOT_THERE_EITHER}"}, "user": "nobody-of-that-name", "signal": "SIGNOTHING", "grace": -1,
 		"restart": "always", "max_restarts": -1, "server": {"health": {"path": "no slash"}}}`)
 	for _, want := range []string{
 		"command: word 2", "env.NOT_THERE", "set it, or correct its name",
 		"{gpu_broker.prot} is unknown: there are {gpu_broker.port}",
 		`ports: "9200-9100" is not a range of ports`,
-		`env: "A=B" is not the name of a variable`,
+		`env: "" is not the name of a variable`, `env: "A=B" is not the name of a variable`, "env.NOT_THERE_EITHER",
 		`user "nobody-of-that-name" is not known on this host`,
 		`signal "SIGNOTHING" is unknown`, "grace -1ns is negative",
 		`restart "always" is unknown: use on_failure or never`,
@@ -68,6 +68,9 @@ func TestFaultsThatOnlyTheConsumerShows(t *testing.T) {
 	for config, want := range map[string]string{
 		`{"command": ["x"]}`: "nobody says where the server listens",
 		`{"command": ["x", "{gpu_broker.port}"], "ports": "9000"}`:         "", // without upstream
+		`{"command": ["x", "{gpu_broker.port}", "y"]}`:                     "",
+		`{"command": ["x"], "env": {"A": "{gpu_broker.port}", "B": "y"}}`:  "",
+		`{"command": ["x"], "dir": "/srv/{gpu_broker.port}"}`:              "",
 		`{"command": ["x", "{gpu_broker.port}"], "ports": "9000-9001"} up`: "`upstream` and `ports` are both given",
 	} {
 		deps := lifecycle.Deps{Consumer: "qwen"}

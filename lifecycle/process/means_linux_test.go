@@ -4,11 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -209,6 +212,46 @@ func TestAServerOwnsItsGroupAndWhoeverCarriesItsMark(t *testing.T) {
 	}
 }
 
+// It may carry no mark and have lost its parent, so that its group alone tells.
+func TestAServerOwnsWhoIsInItsGroupWhateverItsParent(t *testing.T) {
+	start := func(group int) int {
+		cmd := exec.Command("sleep", "60")
+		cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pgid: group}
+		require.NoError(t, cmd.Start())
+		t.Cleanup(func() {
+			_ = cmd.Process.Kill()
+			_ = cmd.Wait()
+		})
+		return cmd.Process.Pid
+	}
+	leader, stranger := start(0), start(0)
+	member := start(leader)
+	m, run := idle(0)
+	run.cmd.Process.Pid = leader
+	require.True(t, m.Owns(leader))
+	require.True(t, m.Owns(member))
+	require.False(t, m.Owns(stranger))
+}
+
+func TestAPortWithTheRemainsOfAConnectionIsNotUntouched(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	port := l.Addr().(*net.TCPAddr).Port
+	require.False(t, untouched(port))
+	require.False(t, silent(port))
+	client, err := net.Dial("tcp", l.Addr().String())
+	require.NoError(t, err)
+	server, err := l.Accept()
+	require.NoError(t, err)
+	require.NoError(t, server.Close()) // whoever closes first keeps what remains
+	_, err = client.Read(make([]byte, 1))
+	require.ErrorIs(t, err, io.EOF)
+	require.NoError(t, client.Close())
+	require.NoError(t, l.Close())
+	require.False(t, untouched(port))
+	require.True(t, silent(port), "most servers can listen there")
+}
+
 func TestARecordIsKeptForNobodyElseAndWholeOrNotAtAll(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "broker")
 	r := &record{Mark: "MARK", Consumer: "a", Boot: "b", Owner: identity{1, 2}, Leader: identity{3, 4}, Guard: identity{5, 6}}
@@ -236,6 +279,9 @@ func TestARecordIsKeptForNobodyElseAndWholeOrNotAtAll(t *testing.T) {
 	all, err = records(dir)
 	require.NoError(t, err)
 	require.Empty(t, all)
+
+	require.NoError(t, os.Mkdir(r.path(dir)+".new", 0o700))
+	require.Error(t, r.save(dir), "it can't be written")
 
 	file := filepath.Join(t.TempDir(), "file")
 	require.NoError(t, os.WriteFile(file, nil, 0o600))

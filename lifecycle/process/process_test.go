@@ -5,6 +5,7 @@ package process_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -21,6 +22,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"go.uber.org/zap/zapcore"
+	"golang.org/x/sys/unix"
 
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
@@ -154,6 +156,34 @@ func TestAChildOfTheServerIsItsOwnThoughItCarriesNoMark(t *testing.T) {
 	require.True(t, o.Owns(beside[0]))
 	o.unload(t)
 	gone(t, within[0], pid)
+}
+
+func TestAWorkerThatOutlivesItsServerIsGivenTheGrace(t *testing.T) {
+	self, err := os.Executable()
+	require.NoError(t, err)
+	raw, err := json.Marshal([]string{"/bin/sh", "-c", `(trap 'sleep 0.2; echo bye; exit' TERM; echo ready; while :; do sleep 0.05; done) & exec "$0" -port {gpu_broker.port}`, self})
+	require.NoError(t, err)
+	o := open(t, `{"command": `+string(raw)+`, "env": {"`+roleVariable+`": "server"}, "server": {"health": {"path": "/health"}}, "grace": "10m"}`)
+	o.load(t)
+	o.output(t, "ready", 1)
+	ctx := within(t)
+	_, err = o.Unload(ctx, whole)
+	require.NoError(t, errors.Join(err, ctx.Err()), "it ends with the last worker")
+	require.Contains(t, o.State().Output, "bye")
+	require.Equal(t, "killed by signal 15", o.State().LastExit)
+}
+
+// Where Caddy is the first process of a container, whoever loses its parent becomes its child.
+func TestOrphansOfAServerThatBecomeCaddysAreWaitedFor(t *testing.T) {
+	require.NoError(t, unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+	defer func() { require.NoError(t, unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)) }()
+	o := open(t, settings(onPort("-workers", "3")))
+	pid := o.load(t)
+	workers := o.workers(t, 3)
+	o.unload(t)
+	for _, w := range append(workers, pid) {
+		require.NoDirExists(t, fmt.Sprintf("/proc/%d", w), "nobody has waited for it")
+	}
 }
 
 func TestAServerThatIsDeafIsKilledAfterItsGrace(t *testing.T) {
@@ -463,10 +493,13 @@ func TestTheServerRunsAsItsUser(t *testing.T) {
 		o.unload(t)
 		gone(t, append(workers, pid)...)
 	}
-	c := startCaddy(t, settings(onPort(), `"user": "root"`), "", func(cmd *exec.Cmd) {
+	asNobody := func(cmd *exec.Cmd) {
 		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
-	})
+	}
+	c := startCaddy(t, settings(onPort(), `"user": "root"`), "", asNobody)
 	require.Contains(t, c.told, "run Caddy as root, or remove `user`")
+	c = startCaddy(t, settings(onPort(), `"user": "nobody"`), "", asNobody)
+	require.NotZero(t, c.server, "it is that user already: "+c.told)
 }
 
 func TestAHundredStartsLeaveNothing(t *testing.T) {

@@ -264,6 +264,27 @@ func TestWhatAKilledCaddyLeftIsAskedToEndOnce(t *testing.T) {
 	require.Equal(t, "ready\nasked\n", text())
 }
 
+// One that is about to end may show no mark any more.
+func TestWhatHasLostItsMarkIsWaitedFor(t *testing.T) {
+	dir, ready := t.TempDir(), filepath.Join(t.TempDir(), "ready")
+	cmd := exec.Command("/bin/sh", "-c", `trap 'exec env -i sleep 0.3' TERM; echo > "$0"; while :; do sleep 0.05; done`, ready)
+	cmd.Env = append(os.Environ(), "GPU_BROKER_CHILD=A-MARK-TO-LOSE")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() {
+		_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL)
+		_ = cmd.Wait()
+	})
+	require.Eventually(t, func() bool {
+		_, err := os.Stat(ready)
+		return err == nil
+	}, patience, time.Millisecond)
+	const nobody = 1<<22 + 1 // above the greatest PID that Linux gives away
+	require.NoError(t, process.Forge(dir, "A-MARK-TO-LOSE", bootid.Get(), os.Getpid(), nobody, process.StartOf(os.Getpid())-1, 1))
+	require.NotZero(t, reap(t, dir))
+	gone(t, cmd.Process.Pid)
+}
+
 func TestTwoCaddysDoNotGiveAwayTheSamePort(t *testing.T) {
 	config := settings([]string{"-port", "{gpu_broker.port}"})
 	addresses := make(chan string, 2)
@@ -284,7 +305,7 @@ func TestReapWithoutRecordsIsNoError(t *testing.T) {
 func TestARecordThatCantBeReadIsToldAndDoesNotKeepTheOthersFromBeingReaped(t *testing.T) {
 	dir, pid := t.TempDir(), stranger(t)
 	require.NoError(t, process.Forge(dir, "MARK", bootid.Get(), os.Getpid(), pid, 1, process.StartOf(pid)))
-	broken := filepath.Join(dir, "processes", "OTHER.json")
+	broken := filepath.Join(dir, "processes", "BROKEN.json") // which is read before the other
 	require.NoError(t, os.WriteFile(broken, []byte("{"), 0o600))
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "processes", "A.note"), nil, 0o600)) // which is no record
 	require.NoError(t, os.Symlink("nowhere", filepath.Join(dir, "processes", "B.json")))    // as if its owner had just removed it
@@ -301,4 +322,12 @@ func TestAServerIsStartedThoughItsRecordCantBeKept(t *testing.T) {
 	o := open(t, settings(onPort()), func(deps *lifecycle.Deps) { deps.Dir = notAFolder })
 	o.load(t)
 	require.NotZero(t, o.logs.FilterMessageSnippet("record can't be kept").Len())
+	require.Zero(t, o.logs.FilterMessageSnippet("record can't be removed").Len())
+	o.unload(t)
+	require.Equal(t, 1, o.logs.FilterMessageSnippet("record can't be removed").Len())
+
+	o = open(t, settings(onPort()))
+	o.load(t)
+	o.unload(t)
+	require.Zero(t, o.logs.FilterMessageSnippet("record can't").Len())
 }
