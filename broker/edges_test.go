@@ -5,6 +5,7 @@ import (
 	"errors"
 	"math"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -281,11 +282,11 @@ func TestWhoseProcessesAreWhose(t *testing.T) {
 // lateGPU opens only at its third try.
 type lateGPU struct {
 	*fakeGPU
-	tries int
+	tries atomic.Int32
 }
 
 func (g *lateGPU) Open(context.Context, *zap.Logger) (gpu.Sampler, error) {
-	if g.tries++; g.tries < 3 {
+	if g.tries.Add(1) < 3 {
 		return nil, errors.New("no driver")
 	}
 	return g.fakeGPU, nil
@@ -300,13 +301,13 @@ func TestTelemetryThatDoesNotOpenIsTriedAgain(t *testing.T) {
 		require.NoError(t, w.Push(w.gen))
 		defer w.Close()
 		synctest.Wait()
-		require.Equal(t, 1, late.tries)
+		require.EqualValues(t, 1, late.tries.Load())
 		require.Contains(t, w.Status().Degraded, "no driver")
 		pass(10*time.Second - 1)
-		require.Equal(t, 1, late.tries)
+		require.EqualValues(t, 1, late.tries.Load())
 		pass(10*time.Second + 1)
 		synctest.Wait()
-		require.Equal(t, 3, late.tries)
+		require.EqualValues(t, 3, late.tries.Load())
 		pass(time.Second)
 		require.Empty(t, w.Status().Degraded)
 		w.serves(t, "a")
