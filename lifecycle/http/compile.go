@@ -162,7 +162,7 @@ func (c *compiler) route(kind string, in *Route, defaultMethod string) *route {
 	if in == nil {
 		return nil
 	}
-	r := &route{timeout: time.Duration(in.Timeout), accept: in.Accept, unit: 1, sizeUnit: 1, fullUnit: 1, metrics: in.BusyMetrics, unloadedOn: in.UnloadedOn}
+	r := &route{timeout: time.Duration(in.Timeout), accept: in.Accept, metrics: in.BusyMetrics, unloadedOn: in.UnloadedOn}
 	if in.ForEach != nil && kind != "unload" {
 		c.fault("%s: for_each is only for unload: remove it", kind)
 	}
@@ -212,7 +212,7 @@ func (c *compiler) route(kind string, in *Route, defaultMethod string) *route {
 
 func (c *compiler) forEach(in *ForEach) *route {
 	const kind = "unload: for_each"
-	r := &route{reads: readJSON, unit: 1}
+	r := &route{reads: readJSON}
 	c.address(kind, r, in.Method, http.MethodGet, in.Path, in.Header)
 	if in.Values == "" {
 		c.fault("%s: values is missing: give the JSONPath of what is to be unloaded, such as $.models[*].name", kind)
@@ -226,7 +226,7 @@ func (c *compiler) jobs(in *JobRoute) *route {
 	if in == nil {
 		return nil
 	}
-	r := &route{reads: readJSON, unit: 1}
+	r := &route{reads: readJSON}
 	c.address("jobs", r, "", http.MethodGet, in.Path, in.Header, listItem)
 	if !r.path.has(listItem) {
 		c.fault("jobs: path has no {item}: write it where the job's ID goes")
