@@ -31,6 +31,13 @@ func h() (bool, error) {
 	}
 	return index != -1, fmt.Errorf("%d", 5)
 }
+
+func i() (int, bool) {
+	if h() {
+		return 70, false
+	}
+	return 80, true
+}
 `
 
 func TestChangesAreSmallFaultsInCodeThatStillParses(t *testing.T) {
@@ -52,6 +59,9 @@ func TestChangesAreSmallFaultsInCodeThatStillParses(t *testing.T) {
 	require.Contains(t, news, `return index != -1, fmt.Errorf("%d", 6)`)
 	require.NotContains(t, news, `return index == -1, fmt.Errorf("%d", 5)`, "what is beside an error says nothing")
 	require.NotContains(t, news, "if g(nil) != -2 {")
+	require.NotContains(t, news, "return 71, false", "who has found nothing says nothing more")
+	require.Contains(t, news, "return 70, true")
+	require.Contains(t, news, "return 81, true")
 	require.Equal(t, 1, countOf(news, "{}")-1, "a++ and g(…) can be dropped, and a log line is not worth it")
 	none, err := changes("p.go", []byte("package p\n\nvar a = 0.0\n"))
 	require.NoError(t, err)
