@@ -185,3 +185,22 @@ func TestGPUsThatAnotherSamplerDoesNotListAreGone(t *testing.T) {
 		require.EqualValues(t, 5, said[0].ContextMap()["gpu"])
 	})
 }
+
+func TestADriverIsToldForHowLongTheFreeMemoryHasNotMoved(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", gpu.GiB))
+		defer w.Close()
+		pass(time.Minute)
+		w.mu.Lock()
+		still := w.target(w.slots["a"]).Still
+		w.mu.Unlock()
+		d, known := still()
+		require.True(t, known)
+		require.GreaterOrEqual(t, d, 50*time.Second)
+		w.gpu.move(gpu.GiB)
+		pass(10 * time.Second)
+		d, known = still()
+		require.True(t, known)
+		require.LessOrEqual(t, d, 10*time.Second)
+	})
+}
