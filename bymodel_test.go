@@ -208,6 +208,7 @@ func TestTheModelsThatAreLoadedAreListedAsOllamaListsThem(t *testing.T) {
 		map[string]any{"name": "a", "vram": "1GiB", "models": []map[string]any{{"name": "m1"}, {"name": "m2"}, {"name": "quiet", "unlisted": true}},
 			"upstream": "127.0.0.1:9", "lifecycle": map[string]any{"protocol": "http", "unload": map[string]any{"path": "/unload/{model}"}}},
 		map[string]any{"name": "sky", "cloud": true, "upstream": "127.0.0.1:9"},
+		map[string]any{"name": "hidden", "vram": "1GiB", "unlisted": true},
 		map[string]any{"name": "plain", "vram": "1GiB"},
 		map[string]any{"name": "cold", "vram": "1GiB"})
 	require.NoError(t, app.Start())
@@ -220,13 +221,13 @@ func TestTheModelsThatAreLoadedAreListedAsOllamaListsThem(t *testing.T) {
 		return w.Body.String()
 	}
 	require.JSONEq(t, `{"models":[]}`, list())
-	for _, name := range []string{"sky", "plain"} {
+	for _, name := range []string{"sky", "hidden", "plain"} {
 		w, r := post("POST", "/v1/chat/completions", `{"model":"`+name+`"}`)
 		require.NoError(t, h.ServeHTTP(w, r, nothing))
 		require.Equal(t, 200, w.Code, "%s", w.Body)
 	}
 	require.Contains(t, list(), `"plain"`)
-	for _, name := range []string{"sky", "cold", "m1", "quiet"} {
+	for _, name := range []string{"sky", "hidden", "cold", "m1", "quiet"} {
 		require.NotContains(t, list(), `"`+name+`"`)
 	}
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
+	"go.uber.org/zap"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
@@ -103,6 +104,50 @@ func request(method, path string) (*httptest.ResponseRecorder, *http.Request) {
 var nothing = caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error { return nil })
 
 func (h *Handler) inFlight() int { return h.pool.broker.Status().Scheduler.InFlight }
+
+// What was said when a Caddyfile was adapted is not said again by the load that follows, and every later load says it anew.
+func TestTheDoubtsOfARouteAreToldByEachConfiguration(t *testing.T) {
+	_, ctx := newApp(t, map[string]any{"name": "a", "vram": "1GiB"})
+	h := &Handler{Route: gpucaddyfile.Route{Consumer: "a", MaxBody: 5}} // bytes, which is hardly meant
+	require.NoError(t, h.Provision(ctx))
+	doubts := h.routeDoubts()
+	require.Len(t, doubts, 1)
+	known := func() bool {
+		told.mu.Lock()
+		defer told.mu.Unlock()
+		return told.texts[strings.TrimSpace(doubts[0].Err.Error())]
+	}
+	require.False(t, known(), "the next configuration tells it")
+	tell(zap.NewNop(), true, doubts)
+	require.True(t, known())
+	require.NoError(t, h.Provision(ctx))
+	require.False(t, known())
+}
+
+// A body that is passed on unread can't be changed.
+func TestARouteThatStreamsBodiesChangesNone(t *testing.T) {
+	models := []map[string]any{{"name": "m1", "set": map[string]any{"a": 1}}, {"name": "m2"}}
+	served := map[string]any{"protocol": "http", "unload": map[string]any{"path": "/unload/{model}"}}
+	_, ctx := newApp(t,
+		map[string]any{"name": "sets", "vram": "1GiB", "upstream": "127.0.0.1:9", "models": models, "lifecycle": served, "model_from": []map[string]any{{"source": "header", "name": "X-Model"}}},
+		map[string]any{"name": "leaves", "vram": "1GiB", "upstream": "127.0.0.1:10", "models": models[1:], "lifecycle": served, "model_from": []map[string]any{{"source": "header", "name": "X-Model"}}},
+		map[string]any{"name": "renames", "vram": "1GiB", "send_as": "tuned"},
+		map[string]any{"name": "plain", "vram": "1GiB"})
+	for consumer, want := range map[string]string{
+		"sets":    "stream_body passes bodies on unread, but set, default and strip of a model must change them",
+		"leaves":  "",
+		"renames": "stream_body passes bodies on unread, but send_as, or as of a fallback, must read them",
+		"plain":   "",
+	} {
+		err := (&Handler{Route: gpucaddyfile.Route{Consumer: consumer, StreamBody: true}}).Provision(ctx)
+		if want == "" {
+			require.NoError(t, err, consumer)
+		} else {
+			require.ErrorContains(t, err, want, consumer)
+		}
+		require.NoError(t, (&Handler{Route: gpucaddyfile.Route{Consumer: consumer}}).Provision(ctx), consumer)
+	}
+}
 
 // Caddy starts its apps in any order: the site may be there before the broker knows its newest consumer.
 func TestARequestBeforeItsConfigurationRulesWaitsForIt(t *testing.T) {

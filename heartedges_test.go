@@ -37,6 +37,64 @@ func TestRequestThatIsAdmittedOnceMoreGetsTheServersOwnHeaders(t *testing.T) {
 	})
 }
 
+// A server that takes no connection is asked once more: the request waits for a place again.
+func TestHeartbeatsGoOnWhenARequestWaitsOnceMore(t *testing.T) {
+	handler := newHandler(t)
+	handler.Heartbeat = 1e9
+	synctest.Test(t, func(t *testing.T) {
+		w, r := request("GET", "/stream")
+		r.Header.Set("Accept", "text/event-stream")
+		j := &job{handler: handler, target: handler.fixed}
+		j.ResponseWriter = w
+		at := func(position int) func() broker.Place {
+			return func() broker.Place { return broker.Place{Consumer: "a", Position: position} }
+		}
+		second := func() {
+			pass(time.Second)
+			synctest.Wait()
+		}
+		j.beat(r, at(4))
+		h := j.heart
+		second()
+		h.admitted("gpu-queue;dur=1.0")
+		second()
+		j.beat(r, at(2))
+		require.Same(t, h, j.heart)
+		second()
+		require.Equal(t, ": waiting for a, position 4\n\n: waiting for the answer\n\n: waiting for a, position 2\n\n", w.Body.String())
+		w.Body.Reset()
+		h.Header().Set("Content-Type", "text/event-stream")
+		h.WriteHeader(http.StatusOK)
+		_, _ = h.Write([]byte("data: 1\n\n"))
+		require.Equal(t, "data: 1\n\n", w.Body.String(), "what was waited before tells nothing of this wait")
+		h.close("a")
+	})
+}
+
+func TestTheFirstStatusAfterHeartbeatsIsTheAnswers(t *testing.T) {
+	for kind, later := range map[string]int{"text/event-stream": http.StatusTeapot, "text/plain": http.StatusOK} {
+		beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
+			pass(time.Second)
+			synctest.Wait()
+			w.Body.Reset()
+			h.WriteHeader(http.StatusEarlyHints)
+			require.Zero(t, h.status)
+			h.Header().Set("Content-Type", kind)
+			first := map[int]int{http.StatusTeapot: http.StatusOK, http.StatusOK: http.StatusTeapot}[later]
+			h.WriteHeader(first)
+			h.WriteHeader(later)
+			require.Equal(t, first, h.status)
+			_, _ = h.Write([]byte("data: 1\n\n"))
+			h.close("a")
+			if first == http.StatusOK {
+				require.Equal(t, "data: 1\n\n", w.Body.String())
+			} else {
+				require.Contains(t, w.Body.String(), "answered with status 418: data: 1")
+			}
+		})
+	}
+}
+
 func TestRefusalBeforeTheFirstHeartbeatKeepsItsHeadersForTheSitesErrorRoutes(t *testing.T) {
 	beats(t, func(t *testing.T, h *heart, w *httptest.ResponseRecorder) {
 		h.Header().Set("Retry-After", "7")

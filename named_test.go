@@ -94,6 +94,19 @@ func TestANameThatOnlyTheServerMayKnowLoadsAModelOnlyIfTheServerHasIt(t *testing
 	}
 }
 
+// The server knows best what a name means that a pattern of the configuration fits, too.
+func TestANameOfTheServersOwnIsNotTakenForOneThatAPatternFits(t *testing.T) {
+	h := ofCatalog(t, 200, `{"models":["a","like-b"]}`, nil)
+	for name, want := range map[string]string{"a-1": "a", "like-c": "a", "like-b": "", "other": ""} {
+		_, r := request("POST", "/odd")
+		j := &job{handler: h, target: h.fixed, turn: true}
+		got, err := j.mayName(r, name)
+		require.NoError(t, err, name)
+		require.Same(t, h.fixed, got, name)
+		require.Equal(t, want, j.model, name)
+	}
+}
+
 func TestAWrongNameIsMetWithNamesThatTheRouteShows(t *testing.T) {
 	h := ofCatalog(t, 200, `{"models":["quiet","beta"]}`, nil)
 	for name, want := range map[string]string{"betta": `did you mean "beta"?`, "quite": "GET /v1/models lists all"} {

@@ -267,6 +267,37 @@ func TestAServerThatTakesNoConnectionIsAskedOnceMore(t *testing.T) {
 	require.Zero(t, h.inFlight())
 }
 
+func TestAServerThatIsAskedOnceMoreGetsTheWholeRequestAgain(t *testing.T) {
+	refused := reverseproxy.NewDialError(errors.New("connection refused"))
+	for name, c := range map[string]struct {
+		route      gpucaddyfile.Route
+		body, want string
+	}{
+		"as it came":     {gpucaddyfile.Route{Consumer: "plain"}, `{"model":"any"}`, `{"model":"any"}`},
+		"and translated": {gpucaddyfile.Route{ModelFrom: inBody}, `{"model":"sent"}`, `{"model":"sent-tuned"}`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := &Handler{Route: c.route}
+			require.NoError(t, h.Provision(newSending(t)))
+			asked := 0
+			w, r := post("POST", "/v1/chat/completions", c.body)
+			require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) error {
+				asked++
+				got, err := io.ReadAll(r.Body)
+				require.NoError(t, err)
+				require.Equal(t, c.want, string(got))
+				require.EqualValues(t, len(got), r.ContentLength)
+				if asked == 1 {
+					return refused
+				}
+				return nil
+			})))
+			require.Equal(t, http.StatusOK, w.Code, "%s", w.Body)
+			require.Equal(t, 2, asked)
+		})
+	}
+}
+
 // The placeholder of the upstream was misspelt: the server was never asked.
 func TestAProxyThatWentElsewhereIsTheSitesFault(t *testing.T) {
 	h := newHandler(t)

@@ -55,6 +55,26 @@ func TestK1_AnAcceptedLoadThatComesToNothingFailsSoonAndNamesWhatIsListed(t *tes
 	}
 }
 
+func TestALoadThatComesToNothingIsToldWhateverTheServerCanTell(t *testing.T) {
+	const routes = `{"health":{"path":"/health"},"load_waits":true,"residency":{"path":"/ps","names":"$.models[*].name"},"load":{"path":"/load/%s"}%s}`
+	for name, c := range map[string]struct {
+		config string
+		target lifecycle.Target
+		want   string
+	}{
+		"no catalog":            {fmt.Sprintf(routes, "{model}", ""), lifecycle.Target{Model: "a"}, `accepted the load of "a", but lists no model: does it know`},
+		"one without digests":   {fmt.Sprintf(routes, "{model}", `,"catalog":{"path":"/tags","names":"$.models[*].name"}`), lifecycle.Target{Model: "a"}, `accepted the load of "a", but lists no model`},
+		"the server as a whole": {fmt.Sprintf(routes, "a", ""), lifecycle.Target{}, "consumer mvoice: load: the server accepted the load, but says that it is not loaded"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			f := shop(t, `{"models":[]}`)
+			require.ErrorContains(t, open(t, c.config, f.addr).Load(t.Context(), c.target), c.want)
+			require.Empty(t, f.called("GET /tags"), "which tells nothing of it")
+		})
+	}
+}
+
 func TestK1_AModelThatIsStillBeingLoadedIsWaitedFor(t *testing.T) {
 	f := newFake(t)
 	f.answer("GET /health", 200, "")

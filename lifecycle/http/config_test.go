@@ -254,6 +254,41 @@ func TestWhatTellsThatTheServerWorksIsGivenOnce(t *testing.T) {
 	}
 }
 
+func TestEachRouteSaysOnlyWhatIsAskedOfIt(t *testing.T) {
+	for config, want := range map[string]string{
+		`{"health":{"path":"/h","loaded":"$.a","unloaded_on":[503]}}`:                                    "",
+		`{"residency":{"path":"/r","loaded":"$.a","unloaded_on":[503,404]}}`:                             "",
+		`{"health":{"path":"/h","unloaded_on":[199]}}`:                                                   "health: unloaded_on 199 is not a status",
+		`{"load":{"path":"/l","unloaded_on":[503]}}`:                                                     "load: unloaded_on is only for health and residency",
+		`{"health":{"path":"/h","busy_metrics":["x"]}}`:                                                  "health: busy_metrics is only for busy",
+		`{"residency":{"path":"/r","names":"$.a","full_sizes_bytes":"$.b"}}`:                             "residency: full sizes without sizes",
+		`{"residency":{"path":"/r","loaded":"$.a","sizes_mib":"$.b"}}`:                                   "residency: sizes without names",
+		`{"residency":{"path":"/r","loaded":"$.a","loading":"$.b"}}`:                                     "residency: digests or loading without names",
+		`{"health":{"path":"/h","success":"$.a"}}`:                                                       "health: success is only for load and unload",
+		`{"jobs":{"path":"/jobs/{item}","id":"$.a","done":"$.b"}}`:                                       "",
+		`{"jobs":{"path":"/jobs","id":"$.a","done":"$.b"}}`:                                              "jobs: path has no {item}",
+		`{"jobs":{"path":"/jobs/{item}","id":"a","done":"$.b"}}`:                                         `jobs: id "a" is not a JSONPath`,
+		`{"jobs":{"path":"/jobs/{item}","id":"$.a","done":"b"}}`:                                         `jobs: done "b" is not a JSONPath`,
+		`{"model_prefix":"/library/"}`:                                                                   `model_prefix "/library/" must end with a slash, and not begin with one`,
+		`{"model_prefix":"library/"}`:                                                                    "",
+		`{"unload":{"path":"/u","body":"{}","for_each":{"path":"/l","values":"$.a"}}}`:                   "neither path nor body has {item}",
+		`{"unload":{"path":"/u/{item}","for_each":{"path":"/l","values":"$.a"}}}`:                        "",
+		`{"unload":{"path":"/u","body":"{\"m\":{item}}","for_each":{"path":"/l","values":"$.a"}}}`:       "",
+		`{"unload":{"path":"/u/{model}","for_each":{"path":"/l","values":"$.a"}}}`:                       "",
+		`{"unload":{"path":"/u/{item}","for_each":{"path":"/l","values":"a"}}}`:                          `unload: for_each: values "a" is not a JSONPath`,
+		`{"unload":{"path":"/u/{item}","for_each":{"path":"/l","method":"FETCH","values":"$.a"}}}`:       `unload: for_each: method "FETCH" is unknown`,
+		`{"unload":{"path":"/u/{item}","for_each":{"path":"/l","values":"$.a","header":{"b d":["x"]}}}}`: `unload: for_each: header: "b d" is not a header name`,
+	} {
+		_, err := provision(t, config)
+		if want == "" {
+			require.NoError(t, err, config)
+			continue
+		}
+		require.ErrorContains(t, err, want, config)
+		require.NotContains(t, err.Error(), "\n", "and that is all")
+	}
+}
+
 func TestWhatWasAskedLastIsRememberedOnlyOfWhatCanBeAskedBothWays(t *testing.T) {
 	const load, unload = `,"load":{"path":"/l"}`, `,"unload":{"path":"/u"}`
 	for routes, ok := range map[string]bool{load + unload: true, load: false, unload: false, "": false} {
