@@ -44,7 +44,7 @@ func TestANameThatRequestsUseStandsForOneSlotOrForNone(t *testing.T) {
 		image.Alias, off.Alias, off.Enabled = []string{"pictures"}, []string{"switched-off"}, config.Off
 		one, two := server("one", gpu.GiB), server("two", gpu.GiB)
 		one.Models = []*config.Model{{Name: "a", Alias: []string{"short"}}, {Name: "both"}}
-		two.Models = []*config.Model{{Name: "b"}, {Name: "both"}}
+		two.Models = []*config.Model{{Name: "b"}, {Name: "both"}, {Name: "one"}}
 		w := worldOf(t, ofModels(), image, off, one, two)
 		defer w.Close()
 		for name, want := range map[string]string{
@@ -420,5 +420,57 @@ func TestAConsumerOfWhichNoModelIsKnownYetIsShown(t *testing.T) {
 		w.reload(t, w.generation(t, nil, server("b", gpu.GiB)))
 		pass(time.Hour)
 		require.NotContains(t, w.Status().Consumers, "auto")
+	})
+}
+
+func TestAServerThatDoesNotSayWhetherItWorksIsTakenToWork(t *testing.T) {
+	for name, c := range map[string]struct {
+		err      error
+		unloaded bool
+	}{
+		"an error":   {err: errors.New("500")},
+		"no answer":  {err: context.DeadlineExceeded},
+		"it is gone": {err: lifecycle.ErrRefused, unloaded: true},
+		"it is idle": {unloaded: true},
+		"no word":    {err: errors.New("the answer has no $.busy")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+				w.gen = w.generation(t, nil, server("a", 10*gpu.GiB), server("b", 10*gpu.GiB))
+				w.servers["a"].traits.Busy = true
+				w.gen.Lifecycles["a"] = &busyServer{fakeServer: w.servers["a"], err: c.err}
+				require.NoError(t, w.Push(w.gen))
+				defer w.Close()
+				w.serves(t, "a")
+				pass(time.Minute)
+				go func() {
+					if l, err := w.Acquire(context.Background(), Request{Consumer: "b"}); err == nil {
+						l.Release(scheduler.Served)
+					}
+				}()
+				pass(20 * time.Second)
+				require.Equal(t, c.unloaded, w.servers["a"].count(&w.servers["a"].unloads) == 1)
+			})
+		})
+	}
+}
+
+func TestTheLoadOfARequestThatWaitedIsCountedWithoutItsWait(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 10*gpu.GiB), server("b", 10*gpu.GiB))
+		defer w.Close()
+		work, err := w.Acquire(t.Context(), Request{Consumer: "a"})
+		require.NoError(t, err)
+		time.AfterFunc(time.Minute, func() { work.Release(scheduler.Served) })
+		asked := time.Now()
+		l, err := w.Acquire(t.Context(), Request{Consumer: "b"})
+		require.NoError(t, err)
+		defer l.Release(scheduler.Served)
+		require.Greater(t, time.Since(asked), time.Minute)
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		require.Equal(t, time.Second, w.slots["b"].loadedSince(asked))
+		require.Zero(t, w.slots["b"].loadedSince(time.Now()))
 	})
 }
