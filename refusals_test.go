@@ -203,6 +203,27 @@ func TestARefusalOfABodyThatWasNotReadEndsItsConnection(t *testing.T) {
 	}
 }
 
+func TestARefusalInTheMiddleOfABodyEndsItsConnection(t *testing.T) {
+	h := newHandlerOf(t, gpucaddyfile.Route{Consumer: "a", MaxBody: 1 << 10})
+	for _, c := range []struct {
+		size, proto, status int
+		closes              bool
+	}{
+		{1<<10 + 1, 1, http.StatusRequestEntityTooLarge, true},
+		{1<<10 + 1, 2, http.StatusRequestEntityTooLarge, false}, // of a stream nothing else depends on
+		{1 << 10, 1, http.StatusTeapot, false},
+	} {
+		w, r := post("POST", "/work", strings.Repeat("x", c.size))
+		r.ProtoMajor, r.ContentLength = c.proto, -1
+		require.NoError(t, h.ServeHTTP(w, r, failing(&failure{status: http.StatusTeapot, code: "tea", message: "no"})))
+		require.Equal(t, c.status, w.Code, "%+v", c)
+		require.Equal(t, c.closes, w.Header().Get("Connection") == "close", "%+v", c)
+	}
+	w, r := post("POST", "/work", strings.Repeat("x", 1<<10))
+	require.NoError(t, h.ServeHTTP(w, r, nothing))
+	require.Equal(t, http.StatusOK, w.Code, "as large as may be, by its own word")
+}
+
 func TestARequestWhoseServerFailsGetsTheServersOrTheSitesError(t *testing.T) {
 	h := newHandler(t)
 	own := caddyhttp.Error(http.StatusTeapot, errors.New("the site's own"))

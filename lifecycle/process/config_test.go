@@ -88,6 +88,12 @@ func TestFaultsThatOnlyTheConsumerShows(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, d.Close())
 	}
+	l, err := provision(t, `{"command": ["x"]}`)
+	require.NoError(t, err)
+	_, err = l.Open(lifecycle.Deps{Consumer: "qwen", Upstream: "nowhere"})
+	require.ErrorContains(t, err, `upstream "nowhere" is not host:port`)
+	_, err = new(process.Lifecycle).Open(lifecycle.Deps{Consumer: "qwen", Upstream: "127.0.0.1:9000"})
+	require.ErrorContains(t, err, "opened before it was provisioned")
 }
 
 func TestCaddyfile(t *testing.T) {

@@ -212,6 +212,20 @@ func TestAServerOwnsItsGroupAndWhoeverCarriesItsMark(t *testing.T) {
 	}
 }
 
+// Until the guard is on record it could be taken for what the server has left.
+func TestAServerIsNotSweptBeforeItsRecordIsWhole(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const nobody = 1<<22 + 1 // above the greatest PID that Linux gives away
+		c := newChild(&plan{}, "", zap.NewNop(), &exec.Cmd{}, &record{Mark: "OF-NOBODY-AT-ALL", Leader: identity{PID: nobody}}, 0)
+		close(c.down)
+		go c.sweep()
+		synctest.Wait()
+		require.False(t, closed(c.swept))
+		close(c.guarded)
+		<-c.swept
+	})
+}
+
 // It may carry no mark and have lost its parent, so that its group alone tells.
 func TestAServerOwnsWhoIsInItsGroupWhateverItsParent(t *testing.T) {
 	start := func(group int) int {
