@@ -223,7 +223,7 @@ func (s *State) neverFits(t *slot) *Refusal {
 		}
 		var pinned gpu.Bytes
 		for _, v := range s.around() {
-			if v == t || v.state == Idle || !v.stays() {
+			if v == t || v.state == Idle || !v.pinned() {
 				continue
 			}
 			if vh := v.hold(h.card); vh != nil {

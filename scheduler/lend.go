@@ -88,9 +88,3 @@ func (sl *slot) pinned() bool {
 	}
 	return sl.cfg.Pin
 }
-
-// stays reports whether a pin keeps the slot. One that is being unloaded all the same, by force or since it has left the
-// configuration, is not kept.
-func (sl *slot) stays() bool {
-	return sl.pinned() && !sl.gone && sl.state != Stopping && (!sl.gate.closed || sl.gate.target != nil)
-}

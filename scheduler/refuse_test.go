@@ -500,34 +500,3 @@ func TestReasonsForWaitingNameWhoIsInTheWay(t *testing.T) {
 	require.Equal(t, "b", q[0].Slot)
 	require.True(t, slices.ContainsFunc(q, func(w WaiterView) bool { return strings.Contains(w.Why, "memory of a") }))
 }
-
-// A pinned slot that is being unloaded, by force or since it has left the configuration, is in nobody's way for good.
-func TestAPinnedSlotThatIsBeingUnloadedMakesNoOtherImpossible(t *testing.T) {
-	for _, c := range []struct {
-		name   string
-		leaves func(f *fixture)
-	}{
-		{"by hand", func(f *fixture) { f.step(Unload{Slot: "fixed"}) }},
-		{"removed", func(f *fixture) {
-			f.reconfigure(func(c *Config) {
-				c.Slots = slices.DeleteFunc(c.Slots, func(s SlotConfig) bool { return s.Name == "fixed" })
-			})
-		}},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			f := given(t, 16384, server("big", 14000), server("fixed", 4000, pinned))
-			f.warm("fixed", 4000)
-			running := f.submit("fixed")
-			c.leaves(f)
-			h := f.submit("big")
-			f.advance(time.Minute)
-			f.requireWaiting(h) // until the work of the pinned one has ended
-			f.release(running)
-			f.requireUnloads("fixed")
-			f.requireWaiting(h) // until its memory is back
-			f.unloaded("fixed")
-			f.use(-4000)
-			f.requireLoads("fixed", "big")
-		})
-	}
-}

@@ -34,7 +34,7 @@ func conflict(a, b *slot) bool {
 // shields names what of the two slots' own settings does.
 func (s *State) shields(t, v *slot) string {
 	switch {
-	case v.stays():
+	case v.pinned():
 		return "pin"
 	case v.cfg.NoEvict:
 		return "no_evict"
