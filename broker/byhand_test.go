@@ -16,16 +16,6 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
-// without is a broker with one server, a, that lacks what its traits lack.
-func without(t *testing.T, edit func(*config.Broker), traits lifecycle.Traits) *world {
-	t.Helper()
-	w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
-	w.gen = w.generation(t, edit, server("a", gpu.GiB))
-	w.servers["a"].traits = traits
-	require.NoError(t, w.Push(w.gen))
-	return w
-}
-
 func TestWhatCanNotBeDoneByHandIsRefusedWithTheReason(t *testing.T) {
 	locked := func(c *config.Broker) { c.Scheduler = config.Locked }
 	for name, c := range map[string]struct {
@@ -48,7 +38,7 @@ func TestWhatCanNotBeDoneByHandIsRefusedWithTheReason(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				w := without(t, c.edit, c.traits)
+				w := worldOf(t, c.edit, c.traits, server("a", gpu.GiB))
 				defer w.Close()
 				pass(time.Minute)
 				err := c.do(w)
@@ -80,10 +70,9 @@ func TestWhoeverAskedByHandMayLeaveAndItIsDoneAllTheSame(t *testing.T) {
 		w := newWorld(t, nil, server("a", gpu.GiB))
 		defer w.Close()
 		pass(time.Minute)
-		gone, why := errors.New("the client has gone"), context.CancelCauseFunc(nil)
-		var ctx context.Context
+		gone := errors.New("the client has gone")
 		leaving := func(do func(context.Context) error) {
-			ctx, why = context.WithCancelCause(t.Context())
+			ctx, why := context.WithCancelCause(t.Context())
 			done := make(chan error)
 			go func() { done <- do(ctx) }()
 			pass(time.Second / 2)

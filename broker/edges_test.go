@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"math"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -20,10 +21,10 @@ import (
 )
 
 // worldOf is a broker whose servers all have these traits.
-func worldOf(t *testing.T, traits lifecycle.Traits, consumers ...*config.Consumer) *world {
+func worldOf(t *testing.T, edit func(*config.Broker), traits lifecycle.Traits, consumers ...*config.Consumer) *world {
 	t.Helper()
 	w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
-	w.gen = w.generation(t, nil, consumers...)
+	w.gen = w.generation(t, edit, consumers...)
 	for _, s := range w.servers {
 		s.traits = traits
 	}
@@ -45,7 +46,7 @@ func TestANameThatRequestsUseStandsForOneSlotOrForNone(t *testing.T) {
 		one, two := server("one", gpu.GiB), server("two", gpu.GiB)
 		one.Models = []*config.Model{{Name: "a", Alias: []string{"short"}}, {Name: "both"}}
 		two.Models = []*config.Model{{Name: "b"}, {Name: "both"}, {Name: "one"}}
-		w := worldOf(t, ofModels(), image, off, one, two)
+		w := worldOf(t, nil, ofModels(), image, off, one, two)
 		defer w.Close()
 		for name, want := range map[string]string{
 			"": "", "image": "image", "one": "one", "one/a": "one/a", "one/both": "one/both",
@@ -185,7 +186,7 @@ func TestFollowersFromAnotherProcessBeginAtTheFirstDecision(t *testing.T) {
 		none, err := w.Follow(t.Context(), all.Last, time.Minute)
 		require.NoError(t, err)
 		require.Empty(t, none.Decisions)
-		gone, why := errors.New("gone"), context.CancelCauseFunc(nil)
+		gone := errors.New("gone")
 		ctx, why := context.WithCancelCause(t.Context())
 		why(gone)
 		_, err = w.Follow(ctx, all.Last, time.Minute)
@@ -229,7 +230,9 @@ func TestWhoHoldsAModelThatNoConfigurationNames(t *testing.T) {
 			require.Equal(t, c.name, name, c)
 			require.Equal(t, c.as, as, c)
 		}
+		w.mu.Lock()
 		w.gen.Config.Consumers[0].Enabled = config.Off
+		w.mu.Unlock()
 		name, _ := w.Holder("", "x")
 		require.Empty(t, name, "it is switched off")
 	})
@@ -251,10 +254,8 @@ func TestAJobThatIsCutIsRecordedWithTheReason(t *testing.T) {
 		require.True(t, w.Contended(l), "b waits for the lock")
 		require.False(t, w.Contended(Lease{}))
 		w.Cut(l, scheduler.BudgetExceeded, "it took too long")
-		d := w.Decisions()[0]
-		if last := w.Decisions()[len(w.Decisions())-1]; last.Kind == "cut" {
-			d = last
-		}
+		all := w.Decisions()
+		d := all[slices.IndexFunc(all, func(d scheduler.Decision) bool { return d.Kind == "cut" })]
 		require.Equal(t, scheduler.Decision{At: d.At, Kind: "cut", Slot: "a", GPU: -1, Code: scheduler.BudgetExceeded, Reason: "it took too long"}, d)
 		l.Release(scheduler.Served)
 		w.Close()
@@ -268,7 +269,7 @@ func TestWhoseProcessesAreWhose(t *testing.T) {
 		named.Processes = []string{"comfy", "/opt/x/worker"}
 		several.Models = []*config.Model{{Name: "a"}}
 		several.Processes = []string{"never"}
-		w := worldOf(t, ofModels(), named, plain, several)
+		w := worldOf(t, nil, ofModels(), named, plain, several)
 		defer w.Close()
 		all := w.owners()
 		require.Len(t, all, 1, "of the others nothing tells")

@@ -82,8 +82,7 @@ func (d *daemon) start() error {
 	if err := d.cmd.Start(); err != nil {
 		return err
 	}
-	// It tells nobody that it is ready: it is asked until it answers.
-	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) { // it tells nobody that it is ready: it is asked until it answers
 		_, err := d.api.Ping(context.Background(), client.PingOptions{NegotiateAPIVersion: true})
 		if err == nil {
 			return nil
