@@ -54,9 +54,8 @@ func TestAlone_ClientThatLeavesWhileQueuedFreesItsPlaceWithin100ms(t *testing.T)
 			require.Equal(t, 200, release().status)
 			require.Equal(t, 200, s.await(stays).status)
 			require.Zero(t, s.servers["mvoice"].Stats().Requests["/leaver"], "the server of a client that left is never called")
-			st := s.status()
+			st := s.nothingRuns()
 			require.EqualValues(t, 1, st.Scheduler.Cancelled)
-			require.Zero(t, st.Scheduler.InFlight)
 			require.Zero(t, st.Scheduler.QueueDepth)
 		})
 	}
@@ -118,11 +117,10 @@ func TestClientThatLeavesMidStreamReleasesOnce(t *testing.T) {
 		s.oneAtATime("mvoice")
 		require.Equal(t, 200, s.post("/whisper/inference", "others too").status)
 		s.idle("whisper")
-		st := s.status()
+		st := s.nothingRuns()
 		require.EqualValues(t, 6, st.Scheduler.TotalJobs)
 		require.EqualValues(t, 5, st.Consumers["mvoice"].TotalRequests)
 		require.EqualValues(t, 1, st.Consumers["whisper"].TotalRequests)
-		require.Zero(t, st.Scheduler.InFlight)
 	})
 }
 
@@ -137,9 +135,8 @@ func TestClientThatLeavesBeforeTheFirstByteOfItsAnswerReleasesOnce(t *testing.T)
 	require.ErrorIs(t, s.await(left).err, context.Canceled)
 	s.idle("mvoice")
 	s.oneAtATime("mvoice")
-	st := s.status()
+	st := s.nothingRuns()
 	require.EqualValues(t, 5, st.Scheduler.TotalJobs)
-	require.Zero(t, st.Scheduler.InFlight)
 }
 
 func TestServerThatBreaksOffMidBodyReleasesOnce(t *testing.T) {
@@ -157,9 +154,8 @@ func TestServerThatBreaksOffMidBodyReleasesOnce(t *testing.T) {
 			s.idle("mvoice")
 			voice.SetFaults(func(f *modelserver.Faults) { f.AbortMidBody = false })
 			s.oneAtATime("mvoice")
-			st := s.status()
+			st := s.nothingRuns()
 			require.EqualValues(t, 5, st.Scheduler.TotalJobs)
-			require.Zero(t, st.Scheduler.InFlight)
 			require.Equal(t, 1, voice.Stats().Aborted, "nothing is sent twice")
 			require.Equal(t, 4, voice.Stats().Worked)
 		})
@@ -185,7 +181,7 @@ func TestServerThatDiesMidBodyReleasesOnceAndServesAgainOnceItIsBack(t *testing.
 	require.NoError(t, voice.Restart())
 	s.until("its return is seen", func() bool { return s.status().Consumers["mvoice"].Health == "healthy" })
 	s.oneAtATime("mvoice")
-	require.Zero(t, s.status().Scheduler.InFlight)
+	s.nothingRuns()
 }
 
 func TestServerThatDiesBeforeItAnswersGives502(t *testing.T) {

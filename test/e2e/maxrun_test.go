@@ -78,8 +78,7 @@ func TestMaxRunEndsARequestThatHasNoAnswer(t *testing.T) {
 			for _, name := range []string{"none", "routesnone"} {
 				s.ok(jobs[name])
 			}
-			st := s.status()
-			require.Zero(t, st.Scheduler.InFlight)
+			st := s.nothingRuns()
 			require.EqualValues(t, 6+6+4, st.Scheduler.TotalJobs)
 			for name, c := range st.Consumers {
 				require.Zero(t, c.Active, name)
@@ -115,8 +114,7 @@ func TestMaxRunCutsAStreamAndFreesItsPlaceAndTheLock(t *testing.T) {
 				s.ok(turn)
 				s.ok(lock)
 				s.until("the server's work is broken off", func() bool { return s.servers["a"].Stats().Aborted == round+1 })
-				st := s.status()
-				require.Zero(t, st.Scheduler.InFlight)
+				st := s.nothingRuns()
 				require.Zero(t, st.Scheduler.QueueDepth)
 				require.Empty(t, st.GPUs[0].Lock)
 			}
@@ -209,7 +207,7 @@ func TestFC13_HungRequestHoldsNobodyElseUpAndEnds(t *testing.T) {
 		require.Equal(t, 200, got.status, "%s: %s", what, got.body)
 	}
 	require.Zero(t, s.servers["hung"].Stats().UnloadsWhileBusy)
-	require.Zero(t, s.status().Scheduler.InFlight)
+	s.nothingRuns()
 	require.Zero(t, s.status().Scheduler.UnloadFailures)
 	require.Empty(t, s.decisions("bug"), fmt.Sprint(s.decisions("")))
 }

@@ -330,6 +330,16 @@ func (s *site) status() broker.Status {
 	return st
 }
 
+// nothingRuns waits until no job runs any more: a client has its answer a moment before its place is free.
+func (s *site) nothingRuns() (st broker.Status) {
+	s.t.Helper()
+	s.until("nothing runs any more", func() bool {
+		st = s.status()
+		return st.Scheduler.InFlight == 0
+	})
+	return st
+}
+
 // decisions are those of a kind, oldest first; all if kind is empty.
 func (s *site) decisions(kind string) (out []decision) {
 	s.t.Helper()
