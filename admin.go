@@ -39,8 +39,7 @@ var active atomic.Pointer[pooled]
 // `POST /gpu_broker/consumers/<name>/drain`, `POST /gpu_broker/drain` | takes no more requests for it, or for all, and waits until none runs
 // `POST /gpu_broker/consumers/<name>/resume`, `POST /gpu_broker/resume` | takes requests again
 //
-// A name is a consumer's, and stands for all its models, or `CONSUMER/MODEL`. An alias, and a model's name alone, mean what they mean in requests;
-// patterns are not looked at.
+// A name is a consumer's, and stands for all its models, or `CONSUMER/MODEL`.
 // What is done with consumers is answered when it is done, at most after `?wait=` (default 5m), and then with 202.
 type Admin struct{}
 
@@ -94,7 +93,7 @@ func (Admin) serve(w http.ResponseWriter, r *http.Request) error {
 		if r.Method != http.MethodPost {
 			return methodNotAllowed(w, "POST")
 		}
-		return perform(w, r, p.broker, p.broker.Resolve(name), act.do)
+		return perform(w, r, p.broker, name, act.do)
 	}
 	return caddy.APIError{HTTPStatus: http.StatusNotFound,
 		Err: fmt.Errorf("no such route: %s; there are %s", r.URL.Path, adminRoutes)}

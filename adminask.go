@@ -34,7 +34,7 @@ var pages = map[string]map[string]page{
 // explain says what would happen if a request came now.
 func explain(w http.ResponseWriter, r *http.Request, b *broker.Broker) error {
 	q := r.URL.Query()
-	name := b.Resolve(q.Get("consumer"))
+	name := q.Get("consumer")
 	if name == "" {
 		return bad("name a consumer: explain?consumer=NAME")
 	}

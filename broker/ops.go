@@ -1,7 +1,6 @@
 package broker
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,42 +18,6 @@ var (
 	ErrPinned          = errors.New("the consumer is pinned: unload it with force")
 	ErrCannot          = errors.New("the consumer can't do that")
 )
-
-// Resolve returns the name, CONSUMER or CONSUMER/MODEL, of what requests call by another: by an alias, by the model alone, or spelled in a
-// way that its server takes for the same. Patterns stand for nothing here. What means nobody, or more than one, is returned as it is.
-func (b *Broker) Resolve(name string) string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if name == "" || b.consumers[name] != nil || b.slots[name] != nil {
-		return name
-	}
-	consumer, model, _ := strings.Cut(name, "/")
-	if c := b.consumers[consumer]; c != nil && model != "" && c.real().cfg.HasModels() {
-		if sl := c.real().known(model); sl != nil {
-			return sl.name
-		}
-	}
-	found := ""
-	for _, cc := range b.current.Load().Config.Consumers {
-		c, is := b.consumers[cc.Name], ""
-		switch {
-		case c == nil || !cc.IsEnabled():
-		case !cc.HasModels():
-			if slices.Contains(cc.Alias, name) {
-				is = cc.Name
-			}
-		default:
-			if sl := c.known(name); sl != nil {
-				is = sl.name
-			}
-		}
-		if is != "" && found != "" {
-			return name
-		}
-		found = cmp.Or(found, is)
-	}
-	return cmp.Or(found, name)
-}
 
 // slotNames are the names of what a name of the admin API stands for: a consumer's slots, or CONSUMER/MODEL itself. None: it is not known,
 // or has none yet. It holds mu.

@@ -8,9 +8,6 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-
-	"github.com/gpu-broker/caddy-gpu-broker/gpu"
-	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 )
 
 // metric is the value of one series of the admin endpoint, of which the common prefix is left out; -1: it is not there.
@@ -118,49 +115,6 @@ func TestAdminLoadsAndUnloads(t *testing.T) {
 	}
 	require.Equal(t, 405, s.adminDo("GET", "/gpu_broker/consumers/a/load", "", "").status)
 	require.Equal(t, 404, s.adminDo("GET", "/gpu_broker/nothing", "", "").status)
-}
-
-func TestAdminTakesTheNamesThatRequestsUse(t *testing.T) {
-	t.Parallel()
-	ollama := func(name, lines string, models ...string) consumer {
-		sizes := map[string]gpu.Bytes{}
-		for _, m := range models {
-			sizes[m] = gib(3)
-		}
-		return consumer{Options: modelserver.Options{Name: name, Manner: modelserver.Ollama, Models: sizes}, Lines: lines}
-	}
-	image := plainModel("image", 3)
-	image.Lines += "\nalias \"stable diffusion\""
-	s := start(t, layout{Consumers: []consumer{image,
-		ollama("one", "model llama3.1:8b {\nvram 3GiB\nalias gpt-4o\n}\nmodel both {\nvram 3GiB\n}", "llama3.1:8b", "both"),
-		ollama("two", "model both {\nvram 3GiB\n}\nmodel own {\nvram 3GiB\nalias mine-*\n}", "both", "own"),
-	}})
-	for name, is := range map[string]string{
-		"stable%20diffusion": "image", "gpt-4o": "one/llama3.1:8b", "one/gpt-4o": "one/llama3.1:8b", "LLAMA3.1:8B": "one/llama3.1:8b", "two/both:latest": "two/both", "own": "two/own",
-	} {
-		var doc struct{ Consumer string }
-		a := s.adminDo("GET", "/gpu_broker/explain?consumer="+name, "", "")
-		require.Equal(t, 200, a.status, "%s: %s", name, a.body)
-		require.NoError(t, json.Unmarshal(a.body, &doc))
-		require.Equal(t, is, doc.Consumer, name)
-	}
-	for _, name := range []string{"both", "mine-1", "two/mine-1", "one/own", "three/own"} { // two have it, or nobody, or a pattern
-		require.Equal(t, 404, s.adminDo("GET", "/gpu_broker/explain?consumer="+name, "", "").status, name)
-	}
-	post := func(path, name string) {
-		t.Helper()
-		a := s.adminDo("POST", "/gpu_broker/consumers/"+path, "", "")
-		require.Equal(t, 200, a.status, "%s", a.body)
-		require.JSONEq(t, `{"consumer":"`+name+`","done":true}`, string(a.body))
-	}
-	post("stable%20diffusion/load", "image")
-	require.Equal(t, 1, s.servers["image"].Stats().Loads)
-	post("stable%20diffusion/unload", "image")
-	require.Equal(t, 1, s.servers["image"].Stats().Unloads)
-	post("stable%20diffusion/drain", "image")
-	require.True(t, s.status().Consumers["image"].Draining)
-	post("one/gpt-4o/load", "one/llama3.1:8b")
-	post("gpt-4o/unload", "one/llama3.1:8b")
 }
 
 func TestAdminUnloadLetsRunningWorkFinish(t *testing.T) {
