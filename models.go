@@ -212,7 +212,7 @@ func (j *job) checkOther(r *http.Request, t *target, name string) error {
 	case other == "", j.handler.app.modelNames[t.name].Same(other, j.model):
 		return nil
 	}
-	if who, ok := m.names.Find(other); ok && who == (routing.Found{Consumer: t.name, Model: j.model}) {
+	if who, ok := m.names.Lookup(other); ok && who == (routing.Found{Consumer: t.name, Model: j.model}) {
 		return nil
 	}
 	return &failure{status: http.StatusBadRequest, code: "bad_request",

@@ -89,34 +89,33 @@ func (j *job) translate(r *http.Request, computes bool) {
 	if m := t.sent.byModel[j.model]; m != nil && computes {
 		change = m.change
 	}
-	missing := ""
-	if asked == "" && sources != nil && j.askedOf != "" && j.askedOf != t.name {
-		missing = j.sendAs("")
-	}
-	if asked == "" && change == nil && missing == "" {
-		return
-	}
-	j.translated = true
-	name := ""
+	name, missing := "", "" // in place of the client's name, and where a fallback would get none that it knows
 	if asked != "" {
 		if name = j.sendAs(asked); name == asked {
 			name = ""
 		}
 	}
+	if sources != nil && j.askedOf != "" && j.askedOf != t.name {
+		missing = cmp.Or(j.sendAs(asked), asked)
+	}
+	if asked == "" && change == nil && missing == "" {
+		return
+	}
+	j.translated = true
 	if name != "" {
 		sources.Rename(r, asked, name)
 	}
 	if j.body == nil || j.facts == nil {
 		return
 	}
-	if !slices.Contains(j.facts.Names, asked) {
+	switch inBody := cmp.Or(j.facts.Names...); {
+	case inBody != "" && !slices.Contains(j.facts.Names, asked):
+		name = missing // what it names means nothing to a fallback
+	case inBody == "":
 		name = ""
-		if other := cmp.Or(j.facts.Names...); other != "" && j.askedOf != "" && j.askedOf != t.name {
-			name = j.sendAs(other) // it means nothing to a fallback
+		if missing != "" && len(sources.Fields()) > 0 {
+			change = change.WithName(missing)
 		}
-	}
-	if missing != "" && len(sources.Fields()) > 0 {
-		change = change.WithName(missing)
 	}
 	if name != "" || change != nil {
 		j.body.Change(h.plan, name, change)

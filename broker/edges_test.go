@@ -39,25 +39,6 @@ func ofModels() lifecycle.Traits {
 	return traits
 }
 
-func TestANameThatRequestsUseStandsForOneSlotOrForNone(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		image, off := server("image", gpu.GiB), server("off", gpu.GiB)
-		image.Alias, off.Alias, off.Enabled = []string{"pictures"}, []string{"switched-off"}, config.Off
-		one, two := server("one", gpu.GiB), server("two", gpu.GiB)
-		one.Models = []*config.Model{{Name: "a", Alias: []string{"short"}}, {Name: "both"}}
-		two.Models = []*config.Model{{Name: "b"}, {Name: "both"}, {Name: "one"}}
-		w := worldOf(t, nil, ofModels(), image, off, one, two)
-		defer w.Close()
-		for name, want := range map[string]string{
-			"": "", "image": "image", "one": "one", "one/a": "one/a", "one/both": "one/both",
-			"pictures": "image", "a": "one/a", "short": "one/a", "one/short": "one/a", "b": "two/b",
-			"both": "both", "two/a": "two/a", "switched-off": "switched-off", "nobody": "nobody", "nobody/a": "nobody/a", "image/a": "image/a", "one/": "one/",
-		} {
-			require.Equal(t, want, w.Resolve(name), name)
-		}
-	})
-}
-
 // watching is an observer that keeps what it is told.
 type watching struct {
 	mu      sync.Mutex

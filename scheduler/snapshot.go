@@ -89,10 +89,7 @@ const snapshotQueue = 100
 
 // Snapshot copies what people may see. It changes nothing.
 func (s *State) Snapshot(now time.Time) Snapshot {
-	out := Snapshot{Waiting: s.waiting, Running: s.running, Counts: s.counts, Draining: s.draining || s.ending}
-	if len(s.gpus) == 0 {
-		out.Degraded = s.blind
-	}
+	out := Snapshot{Degraded: s.blind, Waiting: s.waiting, Running: s.running, Counts: s.counts, Draining: s.draining || s.ending}
 	for _, c := range s.gpus {
 		sh := s.sheet(c, nil)
 		l := sh.account()

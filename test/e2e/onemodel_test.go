@@ -136,7 +136,7 @@ func TestH4_TwoPlacesMayNotNameTwoModels(t *testing.T) {
 	s := start(t, layout{
 		Consumers: []consumer{
 			shelf("router", modelserver.LlamaCppRouter, "vram 9GiB\nmodel small {\nalias nick\n}\nmodel other", map[string]float64{"small": 9, "other": 9}),
-			shelf("ollama", modelserver.Ollama, "vram 9GiB\nmodel_from header X-Model\nmodel_from body\nmodel one\nmodel two", map[string]float64{"one": 9, "two": 9}),
+			shelf("ollama", modelserver.Ollama, "vram 9GiB\nmodel_from header X-Model\nmodel_from body\nmodel one\nmodel two {\nalias gpt-*\n}", map[string]float64{"one": 9, "two": 9}),
 		},
 		Routes: "handle {\ngpu_broker {\nmodel_from query\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
 	})
@@ -160,6 +160,7 @@ func TestH4_TwoPlacesMayNotNameTwoModels(t *testing.T) {
 		{"POST", "/v1/chat/completions?model=one", `{"model":"two"}`, ""},
 		{"POST", "/v1/chat/completions?model=one", `{"model":"other"}`, ""},
 		{"POST", "/ollama/v1/chat/completions", `{"model":"two"}`, "one"},
+		{"POST", "/ollama/v1/chat/completions", `{"model":"gpt-oss:20b"}`, "two"}, // which its alias fits, and the server may have
 	} {
 		require.Contains(t, send(c.method, c.path, c.body, c.header).refused(t, 400, "bad_request"), "two models", c.path)
 	}

@@ -69,9 +69,15 @@ func TestN3_AFallbackIsAskedByTheNameThatItsConsumerGivesIt(t *testing.T) {
 			"handle {\ngpu_broker {\nmodel_from body\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
 	})
 	s.askJSON("/x", `{"model":"sdxl"}`).servedBy(t, "sdxl")
-	s.sending("POST", "/two", http.Header{"Content-Type": {"application/json"}, "X-Model": {"llama3.1:8b"}}, []byte(`{"a":1,"model":"of-its-own"}`)).servedBy(t, "other")
-	sent := cloud.next(t)
-	require.Equal(t, `{"a":1,"model":"claude"}`, string(sent.body), "the body's name means no more to it than the header's")
+	named := http.Header{"Content-Type": {"application/json"}, "X-Model": {"llama3.1:8b"}}
+	for body, want := range map[string]string{
+		`{"a":1,"model":"of-its-own"}`:  `{"a":1,"model":"claude"}`,
+		`{"a":1,"model":"llama3.1:8b"}`: `{"a":1,"model":"claude"}`,
+		`{"a":1}`:                       `{"a":1,"model":"claude"}`,
+	} {
+		s.sending("POST", "/two", named, []byte(body)).servedBy(t, "other")
+		require.Equal(t, want, string(cloud.next(t).body), body)
+	}
 	for path, want := range map[string]string{"/x": "gpt-4o-mini", "/fixed": "gpt-4o-mini", "/other": "claude"} {
 		s.askJSON(path, `{"a":1,"model":"llama3.1:8b"}`)
 		require.Equal(t, `{"a":1,"model":"`+want+`"}`, string(cloud.next(t).body), path)
