@@ -213,6 +213,7 @@ func (j *job) checkOther(r *http.Request, t *target, name string) error {
 		return nil
 	}
 	if who, ok := m.names.Lookup(other); ok && who == (routing.Found{Consumer: t.name, Model: j.model}) {
+		j.asked, j.askedOf, j.own = name, t.name, j.model // the server knows only its own name, wherever it looks
 		return nil
 	}
 	return &failure{status: http.StatusBadRequest, code: "bad_request",

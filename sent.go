@@ -89,16 +89,15 @@ func (j *job) translate(r *http.Request, computes bool) {
 	if m := t.sent.byModel[j.model]; m != nil && computes {
 		change = m.change
 	}
-	name, missing := "", "" // in place of the client's name, and where a fallback would get none that it knows
-	if asked != "" {
-		if name = j.sendAs(asked); name == asked {
-			name = ""
-		}
+	fallback := sources != nil && j.askedOf != "" && j.askedOf != t.name
+	name := "" // that the server gets; empty: the client's
+	switch {
+	case fallback:
+		name = cmp.Or(j.sendAs(asked), asked)
+	case asked != "":
+		name = j.sendAs(asked)
 	}
-	if sources != nil && j.askedOf != "" && j.askedOf != t.name {
-		missing = cmp.Or(j.sendAs(asked), asked)
-	}
-	if asked == "" && change == nil && missing == "" {
+	if name == "" && change == nil {
 		return
 	}
 	j.translated = true
@@ -108,14 +107,12 @@ func (j *job) translate(r *http.Request, computes bool) {
 	if j.body == nil || j.facts == nil {
 		return
 	}
-	switch inBody := cmp.Or(j.facts.Names...); {
-	case inBody != "" && !slices.Contains(j.facts.Names, asked):
-		name = missing // what it names means nothing to a fallback
-	case inBody == "":
+	switch other := func(in string) bool { return in != "" && in != name }; {
+	case slices.ContainsFunc(j.facts.Names, other):
+	case fallback && name != "" && len(sources.Fields()) > 0 && cmp.Or(j.facts.Names...) == "":
+		change, name = change.WithName(name), ""
+	default:
 		name = ""
-		if missing != "" && len(sources.Fields()) > 0 {
-			change = change.WithName(missing)
-		}
 	}
 	if name != "" || change != nil {
 		j.body.Change(h.plan, name, change)

@@ -55,7 +55,7 @@ func newSending(t *testing.T) caddy.Context {
 		map[string]any{"name": "many", "vram": "1GiB", "upstream": srv.Listener.Addr().String(),
 			"lifecycle": map[string]any{"protocol": "http", "unload": map[string]any{"path": "/unload/{model}"}},
 			"models": []map[string]any{
-				{"name": "m1", "alias": []string{"m1-alias", "like-m1-*"}},
+				{"name": "m1", "alias": []string{"m1-alias", "m1-other", "like-m1-*"}},
 				{"name": "m2", "alias": []string{"m2-alias"}, "send_as": "m2-tuned", "set": map[string]any{"a": 1}},
 				{"name": "m3", "alias": []string{"m3-alias"}, "send_as": "client"},
 			}},
@@ -122,6 +122,31 @@ func TestANameIsPutWhereTheClientsStood(t *testing.T) {
 	_, r, body = send("/v1/chat/completions", "m2-alias", `{"b":2,"a":2,"model":"m2-alias"}`)
 	require.Equal(t, "m2-tuned", r.Header.Get("X-Model"))
 	require.Equal(t, `{"b":2,"a":1,"model":"m2-alias"}`, body, "the route's models are named in the header")
+}
+
+func TestEveryPlaceGetsTheNameThatTheServerKnows(t *testing.T) {
+	ctx := newSending(t)
+	from := []config.ModelFrom{{Source: config.FromHeader, Name: "X-Model"}, {Source: config.FromQuery}, {Source: config.FromBody}}
+	send := sends(t, ctx, gpucaddyfile.Route{ModelFrom: from})
+	for _, c := range []struct{ header, query, body, want string }{
+		{"m1", "m1", "m1-alias", "m1"}, // the server knows what the first place says, and not the others
+		{"m1", "m1-alias", "m1", "m1"},
+		{"m1-alias", "m1-other", "m1", "m1"},
+		{"m1-other", "m1", "m1-alias", "m1"},
+		{"m2", "m2", "m2-alias", "m2-tuned"},
+		{"sent", "unheard-of", "another", "sent-tuned"}, // a server without models would take any
+		{"to-aliased", "to-nameless", "unheard-of", "first"},
+		{"to-nameless", "unheard-of", "unheard-of", "to-nameless"},
+	} {
+		_, r, body := send("/v1/chat/completions?model="+c.query, c.header, `{"model":"`+c.body+`"}`)
+		require.Equal(t, c.want, r.Header.Get("X-Model"), c)
+		require.Equal(t, "model="+c.want, r.URL.RawQuery, c)
+		require.Contains(t, body, `{"model":"`+c.want+`"`, c)
+	}
+	_, r, body := send("/v1/chat/completions?model=m3", "m3-alias", `{"model":"m3-alias"}`) // send_as client
+	require.Equal(t, "m3-alias", r.Header.Get("X-Model"))
+	require.Equal(t, "model=m3", r.URL.RawQuery)
+	require.JSONEq(t, `{"model":"m3-alias"}`, body)
 }
 
 // A server with one model serves requests that name none, and a service elsewhere would refuse them.

@@ -189,17 +189,17 @@ func pairsOf(query string) iter.Seq[pair] {
 	}
 }
 
-// Rename changes the name of the model, wherever a place other than the body holds it: Body.Change is for that. Places
-// that hold another name stay as they are.
+// Rename puts name into every place other than the body that names a model: Body.Change is for that. A path that names
+// another model than was stays as it is, for it may fit a second pattern.
 func (s *Sources) Rename(r *http.Request, was, name string) {
 	path := 0
 	for i := range s.list {
 		from := &s.list[i]
 		switch from.Source {
 		case config.FromQuery:
-			renameQuery(r, from.Name, was, name)
+			renameQuery(r, from.Name, name)
 		case config.FromHeader:
-			if values := r.Header.Values(from.Name); len(values) > 0 && values[0] == was {
+			if r.Header.Get(from.Name) != "" {
 				r.Header.Set(from.Name, name)
 			}
 		case config.FromPath:
@@ -209,14 +209,14 @@ func (s *Sources) Rename(r *http.Request, was, name string) {
 	}
 }
 
-func renameQuery(r *http.Request, field, was, name string) {
+func renameQuery(r *http.Request, field, name string) {
 	query := r.URL.RawQuery
 	var b strings.Builder
 	at := 0
 	for p := range pairsOf(query) {
 		key, err := url.QueryUnescape(query[p.key:p.equals])
 		value, valueErr := url.QueryUnescape(query[p.from:p.to])
-		if err == nil && valueErr == nil && key == field && value == was {
+		if err == nil && valueErr == nil && key == field && value != "" && value != name {
 			b.WriteString(query[at:p.from])
 			b.WriteString(url.QueryEscape(name))
 			at = p.to
@@ -278,7 +278,7 @@ func (p PathPattern) Match(path string) (name string, ok bool) {
 // rename puts another name into a path that holds this one. What is before and after it stays as it is escaped. Slashes of the name
 // are escaped if those of the old one are.
 func (p PathPattern) rename(r *http.Request, was, name string) {
-	if found, _ := p.Match(r.URL.Path); found != was || was == "" {
+	if found, _ := p.Match(r.URL.Path); found != was || was == "" || was == name {
 		return
 	}
 	escaped := r.URL.EscapedPath()

@@ -252,6 +252,40 @@ func TestADeadServerWaitsForTheLoadOfAnotherBeforeItIsStartedAgain(t *testing.T)
 	f.requireState("a", Loading)
 }
 
+func TestADeadServerIsNotStartedAgainOnceItsLoadHasBegun(t *testing.T) {
+	for name, load := range map[string]func(f *fixture){
+		"it fails": func(f *fixture) {
+			f.advance(time.Second)
+			f.requireState("a", Loading)
+			f.loadFails("a", "exit status 1")
+		},
+		"a request makes room for it, and it is unloaded by hand": func(f *fixture) {
+			f.warm("b", 10000)
+			f.advance(2 * time.Second)
+			f.requireState("a", Idle)
+			h := f.submit("a")
+			f.evicted("b", 10000)
+			f.loaded("a")
+			f.release(h)
+			f.step(Unload{Slot: "a"})
+			f.unloaded("a")
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := given(t, 16384, server("a", 8000, restarts(9)), server("b", 10000))
+			f.warm("a", 0)
+			f.dies("a", 0)
+			f.loaded("a")
+			f.dies("a", 0)
+			f.requireState("a", Idle) // it died twice
+			load(f)
+			f.requireState("a", Idle)
+			f.advance(time.Hour)
+			f.requireState("a", Idle)
+		})
+	}
+}
+
 func TestASuspectServerTakesNoJobBeforeAProbeHasAnswered(t *testing.T) {
 	for name, o := range map[string]Outcome{"its answer broke off": ServerDied, "it refused a connection": DialRefused} {
 		t.Run(name, func(t *testing.T) {

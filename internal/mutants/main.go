@@ -214,8 +214,9 @@ func overlaid(root, dir string, m mutant, source []byte) (overlay string, err er
 
 var failed = regexp.MustCompile(`(?m)^--- FAIL: (\S+)`)
 
-// apart are the arguments of unshare that give a program a PID namespace of its own, with a shell as its first process.
-var apart = []string{"--pid", "--fork", "--kill-child", "--mount-proc", "/bin/sh", "-c", `"$0" "$@"; exit $?`}
+// apart are the arguments of unshare that give a program a PID namespace of its own, with a shell as its first process, and a
+// process group of its own: a signal to all of that would reach the runner through the namespace.
+var apart = []string{"--pid", "--fork", "--kill-child", "--mount-proc", "/bin/sh", "-c", `setsid -w "$0" "$@"; exit $?`}
 
 // test runs tests with a fault and says which failed; empty: none.
 func test(root, tests string, m mutant, which ...string) (string, error) {
@@ -243,6 +244,8 @@ func test(root, tests string, m mutant, which ...string) (string, error) {
 		return "a test that did not end", nil
 	case strings.Contains(out, "\npanic: "), strings.HasPrefix(out, "panic: "), strings.Contains(out, "fatal error: "):
 		return "a test that panicked", nil
+	case m.apart && strings.HasSuffix(err.Error(), "exit status 137"): // SIGKILL, which the shell passes on
+		return "a test that was killed", nil
 	default:
 		return "", fmt.Errorf("the tests could not be run: %w\n%s", err, out)
 	}
