@@ -362,7 +362,6 @@ func (s *State) stopped(now time.Time, v *slot) {
 			t.want.tries = append(t.want.tries, v.cfg.Name+": "+d.Reason)
 		}
 	case v.stop.idle:
-		v.evicted = false
 		d.Kind = "idle_unloaded"
 		s.counts.IdleUnloads++
 	default:
@@ -370,7 +369,7 @@ func (s *State) stopped(now time.Time, v *slot) {
 		s.counts.ManualUnloads++
 	}
 	s.learn(v, footprint)
-	v.stop, v.gate, v.settled = stopping{}, gate{}, false
+	v.stop = stopping{}
 	s.to(now, v, Idle)
 	s.decide(d)
 }
@@ -396,7 +395,7 @@ func (s *State) load(now time.Time, t *slot) {
 		h.booking, h.loadFree, h.blind, h.before = t.claim(), c.Free, !c.Known, h.residue
 		h.residue, h.drop, h.frozen, h.hasMeas, h.peak, h.guessed = 0, 0, false, false, 0, false
 	})
-	t.settled, t.loadAt = false, now
+	t.loadAt = now
 	t.want.victim, t.want.blocked, t.want.planned, t.want.tries, t.want.atMost = nil, time.Time{}, 0, nil, 0
 	s.to(now, t, Loading)
 	s.freeze(t)
@@ -512,15 +511,11 @@ func (s *State) vanish(now time.Time, sl *slot, why string) {
 		c.ebbs = now.Add(quiet)
 		h.booking, h.drop, h.hasMeas = 0, 0, false
 	})
-	if t := sl.gate.target; t != nil && t.want.victim == sl {
-		t.want.victim = nil
-	}
 	if sl.held > 0 { // the work that went on there is gone with it
 		s.ended(sl.held)
 		sl.held, sl.orphans = 0, 0
 		s.unlock(sl)
 	}
-	sl.gate, sl.settled = gate{}, false
 	s.to(now, sl, Idle)
 	s.emit(Effect{Kind: LookNow, Slot: sl.cfg.Name})
 	s.decide(Decision{At: now, Kind: "gone", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: why})

@@ -160,3 +160,16 @@ func TestK8_ADeadServerWorksForNobody(t *testing.T) {
 	f.requireRunning(h)
 	require.Zero(t, f.slot("swama").Held)
 }
+
+func TestAcceptedWorkThatIsOverIsAFirstJobLikeAnother(t *testing.T) {
+	f := given(t, 24576, lazyServer("comfyui", 8000, async))
+	f.use(2000)
+	f.works["comfyui"] = true
+	f.releaseAs(f.submit("comfyui"), Accepted)
+	f.use(3000)
+	require.EqualValues(t, 2000, f.outsiders())
+	f.works["comfyui"] = false
+	f.advance(10 * time.Second)
+	f.sample()
+	require.Zero(t, f.outsiders(), "from its first job on a slot is taken to hold its booking")
+}

@@ -235,6 +235,7 @@ func test(root, tests string, m mutant, which ...string) (string, error) {
 		return "", nil
 	}
 	found := failed.FindAllStringSubmatch(out, -1)
+	var exit *exec.ExitError
 	switch {
 	case len(found) == 1:
 		return found[0][1], nil
@@ -244,8 +245,8 @@ func test(root, tests string, m mutant, which ...string) (string, error) {
 		return "a test that did not end", nil
 	case strings.Contains(out, "\npanic: "), strings.HasPrefix(out, "panic: "), strings.Contains(out, "fatal error: "):
 		return "a test that panicked", nil
-	case m.apart && strings.HasSuffix(err.Error(), "exit status 137"): // SIGKILL, which the shell passes on
-		return "a test that was killed", nil
+	case m.apart && errors.As(err, &exit) && exit.ExitCode() > 128: // as the shell tells of a signal
+		return "a test that got a signal", nil
 	default:
 		return "", fmt.Errorf("the tests could not be run: %w\n%s", err, out)
 	}
