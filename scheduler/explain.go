@@ -192,7 +192,7 @@ func (s *State) reserver(now time.Time, t *slot) *slot {
 		if o.want.victim != nil || o.want.lock && s.overdue(now, o) {
 			return o
 		}
-		if could := s.able(func(v *slot) bool { return s.permitted(o, v) }); (!s.fits(o) || len(o.on) > 1 && s.holdUp(now, o) != "") && s.fitsAfter(o, could...) && s.mayReserve(now, o, could) {
+		if (!s.fits(o) || len(o.on) > 1 && s.holdUp(now, o) != "") && s.reserves(now, o) {
 			return o
 		}
 	}

@@ -172,7 +172,7 @@ func TestExplainKnowsWhoComesBefore(t *testing.T) {
 	f.explained("v", 100, "waits", "") // the other's is older by more than lock_overtake
 	f.requireWaiting(f.submit("v"))
 
-	f = given(t, 16384, server("v", 10000), server("big", 14000), server("small", 3000))
+	f = given(t, 16384, server("v", 10000), server("big", 14000), server("small", 2000))
 	f.warm("v", 10000)
 	f.advance(time.Minute)
 	f.submit("v")
@@ -180,7 +180,13 @@ func TestExplainKnowsWhoComesBefore(t *testing.T) {
 	f.submit("big")
 	f.advance(301 * time.Second)
 	f.explained("small", 100, "waits", "big") // it is overdue
-	f.requireWaiting(f.submit("small"))
+	h := f.submit("small")
+	f.requireWaiting(h)
+	f.cancel(h)
+	f.use(3000)
+	f.explained("small", 100, "loads", "") // no room that others make would be enough for it
+	f.submit("small")
+	f.requireState("small", Loading)
 }
 
 func TestExplainKnowsThatALazySlotLoadsInsideItsFirstJob(t *testing.T) {

@@ -364,10 +364,15 @@ func (s *State) reserve(t *slot) {
 
 // reserveOverdue keeps the other GPUs of a target free while it waits for something on one of them.
 func (s *State) reserveOverdue(now time.Time, t *slot) {
-	could := s.able(func(v *slot) bool { return s.permitted(t, v) })
-	if s.fitsAfter(t, could...) && s.mayReserve(now, t, could) {
+	if s.reserves(now, t) {
 		s.reserve(t)
 	}
+}
+
+// reserves reports whether a target may keep others from memory until some of theirs, with which it would fit, is its own.
+func (s *State) reserves(now time.Time, t *slot) bool {
+	could := s.able(func(v *slot) bool { return s.permitted(t, v) })
+	return s.fitsAfter(t, could...) && s.mayReserve(now, t, could)
 }
 
 // wait is accounting §3: the target does not fit and nothing may go now. It
