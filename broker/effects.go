@@ -95,9 +95,7 @@ func (b *Broker) forgetConsumer(c *consumer) {
 		delete(b.consumers, c.name)
 		delete(b.unlisted, c.name)
 	}
-	if c.stopProbes != nil {
-		c.stopProbes()
-	}
+	c.stopProbes()
 	b.dropNext(c)
 	if !c.closing { // else it is being closed
 		b.close(c.driver)
@@ -199,10 +197,7 @@ func timedOut(ctx context.Context, err error) bool {
 
 // startProbes starts the loop that asks a server how it is, or tells it of a new interval. It holds mu.
 func (b *Broker) startProbes(c *consumer) {
-	if c.stopProbes != nil {
-		c.stopProbes()
-		c.stopProbes = nil
-	}
+	c.stopProbes()
 	if !c.traits.Health || !c.cfg.IsEnabled() || c.cfg.Cloud { // one that runs elsewhere is nobody's to watch
 		return
 	}

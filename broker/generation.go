@@ -274,7 +274,7 @@ func (b *Broker) rule(g *Generation) {
 			c = b.withServer(cc.Name)
 		}
 		if c == nil {
-			c = &consumer{name: cc.Name, probeNow: make(chan struct{}, 1)}
+			c = &consumer{name: cc.Name, probeNow: make(chan struct{}, 1), stopProbes: func() {}}
 		}
 		b.consumers[cc.Name] = c
 		b.equip(c, cc, g, brought[cc.Name])
@@ -375,7 +375,7 @@ func (b *Broker) share(g *Generation) {
 		}
 		c := b.consumers[cc.Name]
 		if c == nil || c.partner == nil {
-			c = &consumer{name: cc.Name}
+			c = &consumer{name: cc.Name, stopProbes: func() {}}
 			b.consumers[cc.Name] = c
 		}
 		c.partner, c.cfg = b.consumers[cc.Shares], cc
@@ -410,10 +410,7 @@ func (b *Broker) renew(c *consumer) {
 		return
 	}
 	c.closing = true
-	if c.stopProbes != nil {
-		c.stopProbes()
-		c.stopProbes = nil
-	}
+	c.stopProbes()
 	old := c.driver
 	b.tasks.Go(func() {
 		_ = old.Close()

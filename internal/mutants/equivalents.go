@@ -30,6 +30,12 @@ var equivalent = map[string]string{
 	"lifecycle/process/reap_linux.go: : reapPatience = 10 * time.Second // for those that were killed to be gone => reapPatience = 11 * time.Second // for those that were killed to be gone": "only what can not be killed is waited for so long",
 	"lifecycle/process/child_linux.go: sweep: time.Sleep(wait) // nothing tells of the end of a process that is not a child => {}":                                                            pace,
 
+	"lifecycle/process/child_linux.go: sweep: for wait := firstLook; c.kill(seen); wait = min(wait*3/2, slowLook) { => for wait := firstLook; c.kill(seen); wait = min(wait*3*2, slowLook) {": pace,
+	"lifecycle/process/means_linux.go: Owns: for at, i := pid, 0; at > 1 && i < deepest; i++ { => for at, i := pid, 0; at > 2 && i < deepest; i++ {":                                          "nobody's server is the kernel's thread 2",
+
+	"routing/sources.go: pairsOf: for at := 0; at < len(query); { => for at := 0; at <= len(query); {": "the last pair would be one without a name",
+	"routing/scan.go: text: s.capturing = false => s.capturing = true":                                 "what is kept in vain is dropped when the next text begins",
+
 	"broker/status.go: slotStatus: if sl.adopted && sl.size > 0 { => if sl.adopted && sl.size > 1 {":                                            "no model has one byte",
 	"broker/catalog.go: offered: return Offer{Silent: cat.fault}, false => return Offer{Silent: cat.fault}, true":                               "it is asked for once more, and was asked a moment ago",
 	"broker/catalog.go: offered: return Offer{Starts: true, Failed: cat.failed}, false => return Offer{Starts: true, Failed: cat.failed}, true": "it is asked for once more, and was asked a moment ago",

@@ -57,6 +57,7 @@ type layout struct {
 	Global    string // more lines of the global option gpu_broker
 	Consumers []consumer
 	Routes    string // more lines of the site
+	Sites     string // more sites
 	HTTPS     bool   // with Caddy's local CA; HTTP/2
 }
 
@@ -179,7 +180,7 @@ func (s *site) caddyfile(port string) string {
 		}
 		line("handle_path /%s/* {\ngpu_broker %s {\n%s\n}\n%s\n}", c.Name, c.Name, c.Route, proxy)
 	}
-	line("%s\nhandle /gpu/* {\ngpu_broker_status\n}\n}", s.layout.Routes)
+	line("%s\nhandle /gpu/* {\ngpu_broker_status\n}\n}\n%s", s.layout.Routes, s.layout.Sites)
 	text := b.String()
 	text = strings.ReplaceAll(text, "{$SIM_DIR}", s.sim)
 	for name, srv := range s.servers {
