@@ -3,6 +3,7 @@ package routing
 import (
 	"bytes"
 	"fmt"
+	"mime"
 	"mime/multipart"
 	"strings"
 	"testing"
@@ -62,6 +63,15 @@ func TestMultipartWithoutTheFieldSaysNothing(t *testing.T) {
 	facts, _, err := peekAt(t, plan(t, []string{"model"}, nil, false), kind, body)
 	require.NoError(t, err)
 	require.Equal(t, []string{""}, facts.Names)
+
+	_, params, err := mime.ParseMediaType(kind)
+	require.NoError(t, err)
+	last := "--" + params["boundary"] + "--\r\n"
+	for _, body := range []string{last, last + "Content-Disposition: form-data; name=\"model\"\r\n\r\nwhisper\r\n" + last} {
+		facts, _, err := peekAt(t, plan(t, []string{"model"}, nil, false), kind, body)
+		require.NoError(t, err, body)
+		require.Equal(t, []string{""}, facts.Names, "what follows the last delimiter is no part")
+	}
 }
 
 func TestMalformedMultipartIsAnError(t *testing.T) {
