@@ -67,6 +67,7 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 	if err != nil {
 		return h.titled(err)
 	}
+	h.app.keepConnections(ctx)
 	tell(ctx.Logger(), false, h.routeDoubts())
 	if h.maxBody = int64(h.MaxBody); h.maxBody == 0 {
 		h.maxBody = int64(h.app.MaxBody)

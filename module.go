@@ -22,6 +22,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"go.uber.org/zap"
 
@@ -57,6 +58,7 @@ type App struct {
 	ctx        caddy.Context
 	started    bool
 	transports []*reverseproxy.HTTPTransport // of the site, once it has started
+	connected  map[*caddyhttp.Server]bool    // the servers whose requests know their connection
 }
 
 // CaddyModule returns the Caddy module information.
@@ -67,7 +69,7 @@ func (App) CaddyModule() caddy.ModuleInfo {
 // Provision parses and checks. It starts nothing and changes no running broker:
 // it also runs for `caddy validate` and for configurations that fail later.
 func (a *App) Provision(ctx caddy.Context) error {
-	a.ctx = ctx
+	a.ctx, a.connected = ctx, map[*caddyhttp.Server]bool{}
 	faults := config.Resolve(&a.Broker, lookUpPreset)
 	tell(ctx.Logger(), false, a.Warnings())
 	g := &broker.Generation{Config: &a.Broker, Logger: ctx.Logger(), Lifecycles: map[string]lifecycle.Guest{}, Keys: map[string]string{}}

@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
@@ -143,6 +144,19 @@ func (p *pooled) look(now time.Time, l limits) {
 	}
 }
 
+// connKey is the key of a request's context for its connection.
+type connKey struct{}
+
+// keepConnections gives the requests of the server that is being provisioned their connection: rests looks at it.
+func (a *App) keepConnections(ctx caddy.Context) {
+	srv, ok := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
+	if !ok || a.connected[srv] {
+		return
+	}
+	a.connected[srv] = true
+	srv.RegisterConnContext(func(ctx context.Context, c net.Conn) context.Context { return context.WithValue(ctx, connKey{}, c) })
+}
+
 // rests reports whether a request has made no progress for longer than it may, and for how long that is. The mutex of its list is held.
 func (p *progress) rests(now time.Time, l limits) (over bool, limit time.Duration) {
 	mark, left := p.moved.Load(), 0
@@ -158,7 +172,7 @@ func (p *progress) rests(now time.Time, l limits) (over bool, limit time.Duratio
 			return false, limit
 		}
 		if p.context != nil {
-			if conn, ok := p.context.Value(caddyhttp.ConnCtxKey).(net.Conn); ok {
+			if conn, ok := p.context.Value(connKey{}).(net.Conn); ok {
 				left = unsent(conn)
 			}
 		}

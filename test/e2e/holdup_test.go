@@ -8,6 +8,7 @@ import (
 	"crypto/tls"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -208,23 +209,38 @@ func TestH6_AnAnswerOfWhichTheClientTakesNothingIsCutOnlyOnceOthersWait(t *testi
 
 func TestH6_ASlowClientThatReadsOnIsNotCut(t *testing.T) {
 	t.Parallel()
-	s := holders(t, false, "")
-	conn := s.dial()
-	defer conn.Close()
-	_, err := io.WriteString(conn, "GET /hog/audio/big?bytes=30000000 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-	require.NoError(t, err)
-	waits := s.send("POST", "/other/work", "mine")
-	chunk := make([]byte, 1<<20)
-	total := 0
-	for err == nil { // 2 s and more in all
-		var n int
-		n, err = io.ReadFull(conn, chunk)
-		total += n
-		time.Sleep(70 * time.Millisecond) // the client's pace is what is tested
+	for _, https := range []bool{false, true} {
+		t.Run(fmt.Sprintf("https %v", https), func(t *testing.T) {
+			t.Parallel()
+			s := holders(t, https, "")
+			raw := s.dial()
+			defer raw.Close()
+			require.NoError(t, raw.(*net.TCPConn).SetReadBuffer(64<<10)) // so that it takes little at once
+			conn := raw
+			if https {
+				conn = tls.Client(raw, &tls.Config{RootCAs: caddytest.CA(t, s.dir), ServerName: "localhost"})
+			}
+			_, err := io.WriteString(conn, "GET /hog/audio/big?bytes=30000000 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+			require.NoError(t, err)
+			waits := s.send("POST", "/other/work", "mine")
+			chunk := make([]byte, 1<<20)
+			total := 0
+			for i := 0; err == nil; i++ {
+				var n int
+				if i < 30 { // no write ends within stall_timeout: only the system's buffer grows less
+					n, err = io.ReadFull(conn, chunk[:64<<10])
+					time.Sleep(100 * time.Millisecond)
+				} else {
+					n, err = io.ReadFull(conn, chunk)
+					time.Sleep(70 * time.Millisecond) // the client's pace is what is tested
+				}
+				total += n
+			}
+			require.Greater(t, total, 30000000, "the whole answer came: %v", err)
+			require.Equal(t, 200, s.await(waits).status)
+			require.Empty(t, s.decisions("cut"))
+		})
 	}
-	require.Greater(t, total, 30000000, "the whole answer came: %v", err)
-	require.Equal(t, 200, s.await(waits).status)
-	require.Empty(t, s.decisions("cut"))
 }
 
 // thinker is a server that answers a byte, thinks, and answers the rest.
