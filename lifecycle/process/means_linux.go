@@ -301,9 +301,9 @@ func signalOf(name string) (syscall.Signal, bool) {
 	return s, s != 0
 }
 
-// untouched says whether nobody listens at a port, nor did a moment ago.
-func untouched(port int) bool {
-	return canListen(net.ListenConfig{Control: func(_, _ string, conn syscall.RawConn) error {
+// untouched fails where somebody listens at a port, or did a moment ago.
+func untouched(port int) error {
+	return listen(net.ListenConfig{Control: func(_, _ string, conn syscall.RawConn) error {
 		var set error
 		err := conn.Control(func(fd uintptr) { set = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEADDR, 0) })
 		return errors.Join(err, set)

@@ -20,7 +20,7 @@ func newMeans(*plan, lifecycle.Deps) (starter, error) { return nil, errLinux }
 
 func signalOf(string) (syscall.Signal, bool) { return syscall.SIGTERM, true }
 
-func untouched(port int) bool { return silent(port) }
+func untouched(port int) error { return silent(port) }
 
 func reserve(int) (io.Closer, error) { return nil, errLinux }
 

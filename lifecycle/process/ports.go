@@ -45,21 +45,23 @@ var ports = portSet{held: map[int]io.Closer{}}
 func (p *portSet) take(s span) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, free := range []func(int) bool{untouched, silent} {
+	var last error
+	for _, look := range []func(int) error{untouched, silent} {
 		for port := s.first; port <= s.last; port++ {
 			// First: even a short look at a port is in the way of a server that is about to listen there.
 			hold, err := reserve(port)
 			if err != nil {
+				last = err
 				continue
 			}
-			if free(port) {
+			if last = look(port); last == nil {
 				p.held[port] = hold
 				return port, nil
 			}
 			_ = hold.Close()
 		}
 	}
-	return 0, fmt.Errorf("no port of %s is free: widen `ports`, or end what listens there", s)
+	return 0, fmt.Errorf("no port of %s is free: widen `ports`, or end what listens there: %w", s, last)
 }
 
 // give gives a port back; 0 is none.
@@ -72,15 +74,16 @@ func (p *portSet) give(port int) {
 	}
 }
 
-func silent(port int) bool { return canListen(net.ListenConfig{}, port) }
+// silent fails where somebody listens at a port.
+func silent(port int) error { return listen(net.ListenConfig{}, port) }
 
-func canListen(config net.ListenConfig, port int) bool {
+// listen listens at a port for a moment.
+func listen(config net.ListenConfig, port int) error {
 	l, err := config.Listen(context.Background(), "tcp4", net.JoinHostPort(localhost, strconv.Itoa(port)))
-	if err != nil {
-		return false
+	if err == nil {
+		_ = l.Close() // it has told what it had to
 	}
-	_ = l.Close() // it has told what it had to
-	return true
+	return err
 }
 
 const localhost = "127.0.0.1"
