@@ -36,10 +36,10 @@ func TestTheLogOfADecisionHasWhatIsKnownOfItAtItsLevel(t *testing.T) {
 	core, logs := observer.New(zapcore.DebugLevel)
 	log := zap.New(core)
 	logDecision(log, scheduler.Decision{Kind: "loaded", Slot: "a", GPU: 1, Reason: "it is wanted"})
-	logDecision(log, scheduler.Decision{Kind: "refuse", Slot: "a", GPU: 0, Reason: "no room", Code: scheduler.VRAMExhausted, Target: "b", Took: 1.5})
+	logDecision(log, scheduler.Decision{Kind: "refuse", Slot: "a", GPU: 0, Reason: "no room", Code: scheduler.VRAMExhausted, Target: "b", Took: 0.5})
 	all := logs.TakeAll()
 	require.Equal(t, map[string]any{"consumer": "a", "gpu": int64(1), "reason": "it is wanted"}, all[0].ContextMap(), "nothing else is known")
-	require.Equal(t, map[string]any{"consumer": "a", "gpu": int64(0), "reason": "no room", "for": "b", "code": string(scheduler.VRAMExhausted), "took": 1500 * time.Millisecond}, all[1].ContextMap())
+	require.Equal(t, map[string]any{"consumer": "a", "gpu": int64(0), "reason": "no room", "for": "b", "code": string(scheduler.VRAMExhausted), "took": 500 * time.Millisecond}, all[1].ContextMap())
 	for kind, level := range map[string]zapcore.Level{
 		"bug":    zapcore.ErrorLevel,
 		"refuse": zapcore.WarnLevel, "short_budget": zapcore.WarnLevel, "claim_raised": zapcore.WarnLevel, "load_failed": zapcore.WarnLevel,

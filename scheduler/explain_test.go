@@ -189,6 +189,17 @@ func TestExplainKnowsWhoComesBefore(t *testing.T) {
 	f.requireState("small", Loading)
 }
 
+// What waits only for the load of another takes nothing from those who come after it.
+func TestExplainNamesTheLoadThatIsUnderWayAndNotWhoWaitsForItToo(t *testing.T) {
+	f := given(t, 16384, server("x", 5000, starts), server("old", 5000, starts), server("t", 5000, starts))
+	f.submit("x")
+	f.requireState("x", Loading)
+	f.submit("old")
+	f.advance(601 * time.Second)
+	f.requireState("x", Loading)
+	f.explained("t", 100, "waits", "x")
+}
+
 func TestExplainKnowsThatALazySlotLoadsInsideItsFirstJob(t *testing.T) {
 	f := given(t, 16384, lazyServer("v", 5000), lazyServer("t", 5000))
 	f.warm("v", 5000)
