@@ -205,15 +205,21 @@ func (j *job) checkOther(r *http.Request, t *target, name string) error {
 		return nil
 	}
 	m := j.handler.byModel
-	other, err := m.sources.Other(r, j.facts, name)
+	same := func(other string) bool {
+		if j.handler.app.modelNames[t.name].Same(other, j.model) {
+			return true
+		}
+		who, ok := m.names.Lookup(other)
+		if ok = ok && who == (routing.Found{Consumer: t.name, Model: j.model}); ok {
+			j.asked, j.askedOf, j.own = name, t.name, j.model // the server knows only its own name, wherever it looks
+		}
+		return ok
+	}
+	other, err := m.sources.Other(r, j.facts, name, same)
 	switch {
 	case err != nil:
 		return badRequest(err)
-	case other == "", j.handler.app.modelNames[t.name].Same(other, j.model):
-		return nil
-	}
-	if who, ok := m.names.Lookup(other); ok && who == (routing.Found{Consumer: t.name, Model: j.model}) {
-		j.asked, j.askedOf, j.own = name, t.name, j.model // the server knows only its own name, wherever it looks
+	case other == "":
 		return nil
 	}
 	return &failure{status: http.StatusBadRequest, code: "bad_request",

@@ -58,7 +58,7 @@ type App struct {
 	ctx        caddy.Context
 	started    bool
 	transports []*reverseproxy.HTTPTransport // of the site, once it has started
-	connected  map[*caddyhttp.Server]bool    // the servers whose requests know their connection
+	connected  map[*caddyhttp.Server]bool    // the servers that keepConnections has seen
 }
 
 // CaddyModule returns the Caddy module information.

@@ -82,7 +82,10 @@ func (j *job) translate(r *http.Request, computes bool) {
 	if h.byModel != nil {
 		sources = h.byModel.sources
 	} else if sources != nil {
-		asked, _ = sources.Find(r, j.facts) // what can't be told apart was refused when the body was read
+		var err error
+		if asked, err = sources.Find(r, j.facts); err != nil && j.facts != nil { // it has two, and its server, which has no models, may take either
+			asked = cmp.Or(j.facts.Names...)
+		}
 		j.askedOf = h.fixed.name
 	}
 	var change *routing.Change
@@ -91,23 +94,21 @@ func (j *job) translate(r *http.Request, computes bool) {
 	}
 	fallback := sources != nil && j.askedOf != "" && j.askedOf != t.name
 	name := "" // that the server gets; empty: the client's
-	switch {
-	case fallback:
-		name = cmp.Or(j.sendAs(asked), asked)
-	case asked != "":
+	if fallback || asked != "" {
 		name = j.sendAs(asked)
 	}
 	if name == "" && change == nil {
 		return
 	}
 	j.translated = true
+	alone := sources != nil && asked != "" && sources.InPath(r) == asked && !fallback // what else its body holds means something else
 	if name != "" {
 		sources.Rename(r, asked, name)
 	}
 	if j.body == nil || j.facts == nil {
 		return
 	}
-	switch other := func(in string) bool { return in != "" && in != name }; {
+	switch other := func(in string) bool { return in != "" && in != name && (!alone || in == asked) }; {
 	case slices.ContainsFunc(j.facts.Names, other):
 	case fallback && name != "" && len(sources.Fields()) > 0 && cmp.Or(j.facts.Names...) == "":
 		change, name = change.WithName(name), ""
@@ -143,13 +144,14 @@ func (j *job) readName(r *http.Request) error {
 	}
 	if name, err := h.byModel.sources.Find(r, j.facts); err == nil { // else its server refuses it
 		_, _ = j.mayName(r, name)
+		_ = j.checkOther(r, j.target, name) // it needs no GPU: two models are its server's to judge
 	}
 	return nil
 }
 
 // sendAs is the name that the server of j's target gets for the one by which the client asked: a model's own for its alias, and the
 // first alias of a consumer that serves as a fallback, unless the client's name is one of that consumer's; the configuration can say otherwise.
-// Empty: the client's.
+// Empty: what the client wrote stays.
 func (j *job) sendAs(asked string) string {
 	t, as := j.target, ""
 	if m := t.sent.byModel[j.model]; m != nil {
@@ -169,9 +171,9 @@ func (j *job) sendAs(asked string) string {
 	case !fallback:
 		return j.own
 	case asked != t.name && !slices.Contains(t.known, asked):
-		return t.first()
+		return cmp.Or(t.first(), asked)
 	}
-	return ""
+	return asked
 }
 
 // first is the first name that the server of t's consumer knows; empty: none is configured.

@@ -143,10 +143,37 @@ func TestEveryPlaceGetsTheNameThatTheServerKnows(t *testing.T) {
 		require.Equal(t, "model="+c.want, r.URL.RawQuery, c)
 		require.Contains(t, body, `{"model":"`+c.want+`"`, c)
 	}
-	_, r, body := send("/v1/chat/completions?model=m3", "m3-alias", `{"model":"m3-alias"}`) // send_as client
+	for _, two := range []string{"m1", "m1-alias"} { // the third place, behind an alias, is looked at, too
+		w, r := post("POST", "/v1/chat/completions?model=m1-alias", `{"model":"m2"}`)
+		r.Header.Set("X-Model", two)
+		h := &Handler{Route: gpucaddyfile.Route{ModelFrom: from}}
+		require.NoError(t, h.Provision(ctx))
+		require.NoError(t, h.ServeHTTP(w, r, nil))
+		require.Equal(t, http.StatusBadRequest, w.Code)
+	}
+	_, r, body := send("/v1/chat/completions?model=foo", "to-itself", `{"model":"bar"}`) // as client
+	require.Equal(t, "model=foo", r.URL.RawQuery)
+	require.JSONEq(t, `{"model":"bar"}`, body)
+	_, r, body = send("/v1/chat/completions?model=m3", "m3-alias", `{"model":"m3-alias"}`) // send_as client
 	require.Equal(t, "m3-alias", r.Header.Get("X-Model"))
 	require.Equal(t, "model=m3", r.URL.RawQuery)
 	require.JSONEq(t, `{"model":"m3-alias"}`, body)
+}
+
+func TestThePathsNameCountsAlone(t *testing.T) {
+	ctx := newSending(t)
+	from := []config.ModelFrom{{Source: config.FromPath, Name: "/m/*/infer"}, {Source: config.FromBody}}
+	send := sends(t, ctx, gpucaddyfile.Route{ModelFrom: from})
+	for _, c := range []struct{ path, body, wantPath, want string }{
+		{"m1-alias", "m2", "m1", "m2"},
+		{"m1", "m2", "m1", "m2"},
+		{"m1-alias", "m1-alias", "m1", "m1"},
+		{"to-aliased", "m2", "first", "first"},
+	} {
+		_, r, body := send("/m/"+c.path+"/infer", "", `{"model":"`+c.body+`"}`)
+		require.Equal(t, "/m/"+c.wantPath+"/infer", r.URL.Path, c)
+		require.Equal(t, `{"model":"`+c.want+`"}`, body, c)
+	}
 }
 
 // A server with one model serves requests that name none, and a service elsewhere would refuse them.
@@ -180,6 +207,15 @@ func TestARouteWithOneConsumerSendsAnotherNameToo(t *testing.T) {
 		_, _, got := sends(t, ctx, gpucaddyfile.Route{Consumer: consumer})("/v1/chat/completions", "", `{"model":"whatever"}`)
 		require.Equal(t, `{"model":"`+want+`"}`, got, consumer)
 	}
+	w, r := post("POST", "/v1/audio/transcriptions?model=other", "model=whatever&a=1")
+	r.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+	h := &Handler{Route: gpucaddyfile.Route{Consumer: "sent"}}
+	require.NoError(t, h.Provision(ctx))
+	require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) error {
+		all, err := io.ReadAll(r.Body)
+		require.Equal(t, "model=sent-tuned&a=1", string(all), "whatever the query holds")
+		return err
+	})))
 	fallback := gpucaddyfile.Route{Consumer: "to-special", Fallback: []string{"aliased"}, FallbackAs: map[string]string{"aliased": "the route's"}}
 	_, _, got := sends(t, ctx, fallback)("/v1/chat/completions", "", `{"model":"whatever"}`)
 	require.Equal(t, `{"model":"the route's"}`, got)

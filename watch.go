@@ -147,7 +147,7 @@ func (p *pooled) look(now time.Time, l limits) {
 // connKey is the key of a request's context for its connection.
 type connKey struct{}
 
-// keepConnections gives the requests of the server that is being provisioned their connection: rests looks at it.
+// keepConnections puts the connection into the context of each request of the server that is being provisioned, for rests.
 func (a *App) keepConnections(ctx caddy.Context) {
 	srv, ok := ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
 	if !ok || a.connected[srv] {

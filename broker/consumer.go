@@ -26,7 +26,7 @@ type consumer struct {
 	slots    []*slot   // in the order of the configuration, then those that were adopted
 
 	probeNow   chan struct{} // cap 1
-	stopProbes func()        // harmless where none run
+	stopProbes func()        // never nil; does nothing where none run
 	requests   uint64
 	drained    bool // by its name: a model that it gets is drained, too
 }

@@ -146,7 +146,9 @@ func TestN3_QueryHeaderAndPathAreRenamedByteForByte(t *testing.T) {
 		{"gpt", "a b?%", "/%6d/gpt/%78", "/%6d/a%20b%3F%25/%78"},
 		{"é", "q", "/m/%C3%A9/x", "/m/q/x"},
 		{"gpt", "q", "/m/gpt", "/m/gpt"},
-		{"gpt", "q", "/m/other/x", "/m/other/x"},
+		{"gpt", "q", "/m/other/x", "/m/q/x"},
+		{"gpt", "q", "/m/gpt/x?model=other&model=gpt", "/m/q/x?model=other&model=q"},
+		{"gpt", "q", "/m/other/x?model=more", "/m/q/x?model=q"},
 		{"gpt", "gpt", "/m/%67pt/x?model=%67pt", "/m/%67pt/x?model=%67pt"},
 	} {
 		r := httptest.NewRequest("GET", c.target, nil)
@@ -158,7 +160,12 @@ func TestN3_QueryHeaderAndPathAreRenamedByteForByte(t *testing.T) {
 	r := httptest.NewRequest("GET", "/", nil)
 	s.Rename(r, "gpt", "q")
 	require.Empty(t, r.Header)
+	r.Header["X-Model"] = []string{"", "another"}
+	s.Rename(r, "gpt", "q")
+	require.Equal(t, []string{"q"}, r.Header["X-Model"])
+
+	r = httptest.NewRequest("GET", "/m/gpt/x", nil)
 	r.Header.Set("X-Model", "another")
 	s.Rename(r, "gpt", "q")
-	require.Equal(t, "q", r.Header.Get("X-Model"))
+	require.Equal(t, "another", r.Header.Get("X-Model"), "the path counts alone")
 }

@@ -55,33 +55,14 @@ func (s *Sources) Fields() []string { return s.fields }
 //
 // Error: *BadBody for a name that is longer than MaxName, and for one that stands twice in its place, with different values.
 func (s *Sources) Find(r *http.Request, body *Facts) (string, error) {
-	path, field := 0, 0
+	var at cursor
 	for i := range s.list {
-		from := &s.list[i]
-		var name string
-		var err error
-		switch from.Source {
-		case config.FromQuery:
-			name, err = inQuery(r.URL.RawQuery, from.Name)
-		case config.FromHeader:
-			name, err = inHeader(r.Header, from.Name)
-		case config.FromPath:
-			name, _ = s.paths[path].Match(r.URL.Path)
-			path++
-		case config.FromBody:
-			if body != nil {
-				name = body.Names[field]
-			}
-			if name != "" && body.Form && r.URL.RawQuery != "" && !s.hasQuery {
-				err = notInQuery(r.URL.RawQuery, from.Name, name)
-			}
-			field++
-		}
+		name, err := s.name(i, &at, r, body)
 		if err != nil {
 			return "", err
 		}
 		if len(name) > MaxName {
-			return "", bad("the model's name in the %s is longer than %d bytes", from.Source, MaxName)
+			return "", bad("the model's name in the %s is longer than %d bytes", s.list[i].Source, MaxName)
 		}
 		if name != "" {
 			return name, nil
@@ -90,38 +71,66 @@ func (s *Sources) Find(r *http.Request, body *Facts) (string, error) {
 	return "", nil
 }
 
-// Other is another name than the one that Find has found, in the query or in the body, where s looks for names, too; empty: there is
-// none. A name in the path, which is a route of the server's, counts alone.
+// cursor is how far a walk over the places has come.
+type cursor struct {
+	path, field int
+	inPath      bool // a pattern has matched: what a later one makes of the path is no name
+}
+
+// name is what the i-th place holds; empty: nothing. The places are asked in their order.
+func (s *Sources) name(i int, at *cursor, r *http.Request, body *Facts) (name string, err error) {
+	switch from := &s.list[i]; from.Source {
+	case config.FromQuery:
+		return inQuery(r.URL.RawQuery, from.Name)
+	case config.FromHeader:
+		return inHeader(r.Header, from.Name)
+	case config.FromPath:
+		if !at.inPath {
+			name, at.inPath = s.paths[at.path].Match(r.URL.Path)
+		}
+		at.path++
+	case config.FromBody:
+		if body != nil {
+			name = body.Names[at.field]
+		}
+		at.field++
+		if name != "" && body.Form && r.URL.RawQuery != "" && !s.hasQuery {
+			return name, notInQuery(r.URL.RawQuery, from.Name, name)
+		}
+	}
+	return name, nil
+}
+
+// Other is another name than the one that Find has found, but for those that same reports to mean the same model; empty: there is
+// none. Servers look for names in the path, the query and the body, not in headers. One in the path, which is a route of theirs, counts
+// alone.
 //
 // Error: *BadBody for a query that names two.
-func (s *Sources) Other(r *http.Request, body *Facts, found string) (name string, err error) {
-	if len(s.list) < 2 {
+func (s *Sources) Other(r *http.Request, body *Facts, found string, same func(name string) bool) (string, error) {
+	if len(s.list) < 2 || s.InPath(r) == found {
 		return "", nil
 	}
-	path, field := 0, 0
+	var at cursor
 	for i := range s.list {
-		switch from := &s.list[i]; from.Source {
-		case config.FromPath:
-			if inPath, _ := s.paths[path].Match(r.URL.Path); inPath == found {
-				return "", nil
-			}
-			path++
+		if s.list[i].Source == config.FromHeader {
 			continue
-		case config.FromQuery:
-			if name, err = inQuery(r.URL.RawQuery, from.Name); err != nil {
-				return "", err
-			}
-		case config.FromBody:
-			if body != nil {
-				name = body.Names[field]
-			}
-			field++
 		}
-		if name != "" && name != found {
-			return name, nil
+		name, err := s.name(i, &at, r, body)
+		if err != nil || name != "" && name != found && !same(name) {
+			return name, err
 		}
 	}
 	return "", nil
+}
+
+// InPath is the name that the path holds; empty: none.
+func (s *Sources) InPath(r *http.Request) string {
+	for _, p := range s.paths {
+		if name, ok := p.Match(r.URL.Path); ok {
+			return name
+		}
+	}
+	return ""
 }
 
 // inHeader is the value of a header; a second one must be the same.
@@ -189,34 +198,37 @@ func pairsOf(query string) iter.Seq[pair] {
 	}
 }
 
-// Rename puts name into every place other than the body that names a model: Body.Change is for that. A path that names
-// another model than was stays as it is, for it may fit a second pattern.
+// Rename puts name into every place other than the body that names a model: Body.Change is for that. Where the path holds was, the
+// name that the client's model was found by, it counts alone, and other names stay.
 func (s *Sources) Rename(r *http.Request, was, name string) {
-	path := 0
+	held := s.InPath(r)
+	named := func(value string) bool { return value != "" && (held != was || value == was) }
 	for i := range s.list {
-		from := &s.list[i]
-		switch from.Source {
+		switch from := &s.list[i]; from.Source {
 		case config.FromQuery:
-			renameQuery(r, from.Name, name)
+			renameQuery(r, from.Name, name, named)
 		case config.FromHeader:
-			if r.Header.Get(from.Name) != "" {
+			if slices.ContainsFunc(r.Header.Values(from.Name), named) {
 				r.Header.Set(from.Name, name)
 			}
-		case config.FromPath:
-			s.paths[path].rename(r, was, name)
-			path++
+		}
+	}
+	for _, p := range s.paths {
+		if _, ok := p.Match(r.URL.Path); ok {
+			p.rename(r, name)
+			return
 		}
 	}
 }
 
-func renameQuery(r *http.Request, field, name string) {
+func renameQuery(r *http.Request, field, name string, named func(value string) bool) {
 	query := r.URL.RawQuery
 	var b strings.Builder
 	at := 0
 	for p := range pairsOf(query) {
 		key, err := url.QueryUnescape(query[p.key:p.equals])
 		value, valueErr := url.QueryUnescape(query[p.from:p.to])
-		if err == nil && valueErr == nil && key == field && value != "" && value != name {
+		if err == nil && valueErr == nil && key == field && value != name && named(value) {
 			b.WriteString(query[at:p.from])
 			b.WriteString(url.QueryEscape(name))
 			at = p.to
@@ -275,10 +287,10 @@ func (p PathPattern) Match(path string) (name string, ok bool) {
 	return name, true
 }
 
-// rename puts another name into a path that holds this one. What is before and after it stays as it is escaped. Slashes of the name
+// rename puts another name into a path that p matches. What is before and after it stays as it is escaped. Slashes of the name
 // are escaped if those of the old one are.
-func (p PathPattern) rename(r *http.Request, was, name string) {
-	if found, _ := p.Match(r.URL.Path); found != was || was == "" || was == name {
+func (p PathPattern) rename(r *http.Request, name string) {
+	if held, _ := p.Match(r.URL.Path); held == name {
 		return
 	}
 	escaped := r.URL.EscapedPath()

@@ -395,7 +395,7 @@ func (s *State) load(now time.Time, t *slot) {
 		h.booking, h.loadFree, h.blind, h.before = t.claim(), c.Free, !c.Known, h.residue
 		h.residue, h.drop, h.frozen, h.hasMeas, h.peak, h.guessed = 0, 0, false, false, 0, false
 	})
-	t.loadAt = now
+	t.settled, t.loadAt = false, now
 	t.want.victim, t.want.blocked, t.want.planned, t.want.tries, t.want.atMost = nil, time.Time{}, 0, nil, 0
 	s.to(now, t, Loading)
 	s.freeze(t)

@@ -161,7 +161,7 @@ func TestK8_ADeadServerWorksForNobody(t *testing.T) {
 	require.Zero(t, f.slot("swama").Held)
 }
 
-func TestAcceptedWorkThatIsOverIsAFirstJobLikeAnother(t *testing.T) {
+func TestAcceptedWorkThatEndsCountsAsAFirstJob(t *testing.T) {
 	f := given(t, 24576, lazyServer("comfyui", 8000, async))
 	f.use(2000)
 	f.works["comfyui"] = true

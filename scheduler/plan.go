@@ -369,7 +369,7 @@ func (s *State) reserveOverdue(now time.Time, t *slot) {
 	}
 }
 
-// reserves reports whether a target may keep others from memory until some of theirs, with which it would fit, is its own.
+// reserves reports whether a target may keep others from memory until enough of theirs is free for it to fit.
 func (s *State) reserves(now time.Time, t *slot) bool {
 	could := s.able(func(v *slot) bool { return s.permitted(t, v) })
 	return s.fitsAfter(t, could...) && s.mayReserve(now, t, could)

@@ -150,3 +150,14 @@ func TestAServerThatIsNoLongerStartedIsNoLongerSuspect(t *testing.T) {
 	f.reconfigure(func(c *Config) { c.Slots[0].Starts = false })
 	f.requireRunning(f.lastJob("a"))
 }
+
+func TestTheFirstJobAfterAServersReplacementIsItsLoadAgain(t *testing.T) {
+	f := given(t, 24576, lazyServer("a", 8000), server("b", 8000))
+	f.release(f.submit("a"))
+	f.reconfigure(func(c *Config) { c.Slots[0].Server = "another" })
+	first := f.submit("a")
+	f.submit("b")
+	f.requireState("b", Idle)
+	f.release(first)
+	f.requireState("b", Loading)
+}

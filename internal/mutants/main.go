@@ -28,6 +28,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"regexp"
 	"runtime"
@@ -35,6 +36,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"text/tabwriter"
 	"time"
 )
@@ -56,11 +58,17 @@ var (
 	withE2E   = flag.Bool("e2e", true, "try end-to-end tests on random faults that the tests of their own package do not find")
 )
 
+// interrupted ends with the runner: what has a process group of its own gets no signal of the terminal.
+var interrupted = context.Background()
+
 func main() {
 	flag.Parse()
 	mutants = slices.DeleteFunc(mutants, func(m mutant) bool {
 		return !strings.Contains(m.name, *only) && !strings.Contains(m.folder(), *only)
 	})
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	interrupted = ctx
 	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, "mutants:", err)
 		os.Exit(1)
@@ -215,7 +223,7 @@ func overlaid(root, dir string, m mutant, source []byte) (overlay string, err er
 var failed = regexp.MustCompile(`(?m)^--- FAIL: (\S+)`)
 
 // apart are the arguments of unshare that give a program a PID namespace of its own, with a shell as its first process, and a
-// process group of its own: a signal to all of that would reach the runner through the namespace.
+// process group of its own, so that a signal to its group does not reach the runner.
 var apart = []string{"--pid", "--fork", "--kill-child", "--mount-proc", "/bin/sh", "-c", `setsid -w "$0" "$@"; exit $?`}
 
 // test runs tests with a fault and says which failed; empty: none.
@@ -257,7 +265,7 @@ func output(dir, name string, args ...string) (string, error) {
 	if name == "go" || name == "env" { // env: end-to-end tests, with a bound of their own
 		bound = buildLimit
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), bound)
+	ctx, cancel := context.WithTimeout(interrupted, bound)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Dir = dir

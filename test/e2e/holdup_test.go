@@ -227,7 +227,7 @@ func TestH6_ASlowClientThatReadsOnIsNotCut(t *testing.T) {
 			total := 0
 			for i := 0; err == nil; i++ {
 				var n int
-				if i < 30 { // no write ends within stall_timeout: only the system's buffer grows less
+				if i < 30 { // no write ends within stall_timeout: only the system's send buffer shrinks
 					n, err = io.ReadFull(conn, chunk[:64<<10])
 					time.Sleep(100 * time.Millisecond)
 				} else {
