@@ -155,6 +155,7 @@ func TestTheFirstJobAfterAServersReplacementIsItsLoadAgain(t *testing.T) {
 	f := given(t, 24576, lazyServer("a", 8000), server("b", 8000))
 	f.release(f.submit("a"))
 	f.reconfigure(func(c *Config) { c.Slots[0].Server = "another" })
+	f.probe("a", No)
 	first := f.submit("a")
 	f.submit("b")
 	f.requireState("b", Idle)

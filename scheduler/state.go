@@ -396,7 +396,7 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 		if t := sl.gate.target; t != nil && t.want.victim == sl {
 			t.want.victim = nil
 		}
-		sl.gate, sl.settled = gate{}, false
+		sl.gate = gate{}
 		if !sl.loadedAt.IsZero() {
 			s.emit(Effect{Kind: Resided, Slot: sl.cfg.Name, Stayed: now.Sub(sl.loadedAt)})
 			sl.loadedAt = time.Time{}

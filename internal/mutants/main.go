@@ -66,9 +66,7 @@ func main() {
 	mutants = slices.DeleteFunc(mutants, func(m mutant) bool {
 		return !strings.Contains(m.name, *only) && !strings.Contains(m.folder(), *only)
 	})
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	interrupted = ctx
+	interrupted, _ = signal.NotifyContext(interrupted, os.Interrupt, syscall.SIGTERM)
 	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, "mutants:", err)
 		os.Exit(1)
