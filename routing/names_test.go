@@ -230,3 +230,14 @@ func TestListsAnswerAtThePathsThatClientsAskFirst(t *testing.T) {
 	require.Contains(t, string(LoadedList([]Listed{{Name: "a"}})), `"expires_at":"9999-01-01T00:00:00Z"`)
 	require.JSONEq(t, `{"models":[]}`, string(LoadedList(nil)))
 }
+
+func TestAPatternFitsNamesUpToTheirBound(t *testing.T) {
+	n, err := NewNames([]Named{{Consumer: "a", Model: "m", Aliases: []string{"like-*"}}})
+	require.NoError(t, err)
+	longest := "like-" + strings.Repeat("x", MaxName-len("like-"))
+	who, ok := n.Match(longest)
+	require.True(t, ok)
+	require.Equal(t, Found{Consumer: "a", Model: "m"}, who)
+	_, ok = n.Match(longest + "x")
+	require.False(t, ok)
+}

@@ -33,8 +33,11 @@ var equivalent = map[string]string{
 	"lifecycle/process/child_linux.go: sweep: for wait := firstLook; c.kill(seen); wait = min(wait*3/2, slowLook) { => for wait := firstLook; c.kill(seen); wait = min(wait*3*2, slowLook) {": pace,
 	"lifecycle/process/means_linux.go: Owns: for at, i := pid, 0; at > 1 && i < deepest; i++ { => for at, i := pid, 0; at > 2 && i < deepest; i++ {":                                          "nobody's server is the kernel's thread 2",
 
-	"routing/sources.go: pairsOf: for at := 0; at < len(query); { => for at := 0; at <= len(query); {": "the last pair would be one without a name",
-	"routing/scan.go: text: s.capturing = false => s.capturing = true":                                 "what is kept in vain is dropped when the next text begins",
+	"routing/sources.go: pairsOf: for at := 0; at < len(query); { => for at := 0; at <= len(query); {":                                                                                                        "the last pair would be one without a name",
+	"routing/form.go: : var lineBuffers = sync.Pool{New: func() any { return bufio.NewReaderSize(nil, 16<<10) }} => var lineBuffers = sync.Pool{New: func() any { return bufio.NewReaderSize(nil, 17<<10) }}": pieces,
+	"routing/change.go: changeJSON: case first.prev > 0: => case first.prev > 1:":                                                                                                                             "no member ends at the first byte",
+	"broker/acquire.go: submit: if len(r.Candidates) > 1 && c.name != r.Candidates[0] { => if len(r.Candidates) >= 1 && c.name != r.Candidates[0] {":                                                          "of one candidate there is no other",
+	"routing/scan.go: text: s.capturing = false => s.capturing = true":                                                                                                                                        "what is kept in vain is dropped when the next text begins",
 
 	"broker/status.go: slotStatus: if sl.adopted && sl.size > 0 { => if sl.adopted && sl.size > 1 {":                                            "no model has one byte",
 	"broker/catalog.go: offered: return Offer{Silent: cat.fault}, false => return Offer{Silent: cat.fault}, true":                               "it is asked for once more, and was asked a moment ago",
