@@ -1,8 +1,10 @@
 package main
 
 import (
+	"go/build"
 	"go/parser"
 	"go/token"
+	"os"
 	"path/filepath"
 	"slices"
 	"testing"
@@ -111,4 +113,28 @@ func TestEveryPlantedFaultHasItsPlace(t *testing.T) {
 		_, err := plant(filepath.Join("..", ".."), t.TempDir(), m)
 		require.NoError(t, err, m.name)
 	}
+}
+
+func TestWhatIsLeftOutIsThere(t *testing.T) {
+	there := map[string]bool{}
+	for _, r := range rooms {
+		pkg, err := build.ImportDir(filepath.Join("../..", r.dir), 0)
+		require.NoError(t, err)
+		for _, file := range slices.Concat(pkg.GoFiles, pkg.CgoFiles) {
+			source, err := os.ReadFile(filepath.Join("../..", r.dir, file))
+			require.NoError(t, err)
+			all, err := changes(file, source)
+			require.NoError(t, err)
+			for _, c := range all {
+				there[r.name+"/"+c.id()] = true
+			}
+		}
+	}
+	var gone []string
+	for id := range equivalent {
+		if !there[id] {
+			gone = append(gone, id)
+		}
+	}
+	require.Empty(t, gone)
 }

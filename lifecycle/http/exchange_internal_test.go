@@ -79,3 +79,10 @@ func TestAnExchangeIsBounded(t *testing.T) {
 	assert.True(t, transport.DisableKeepAlives, "a connection that is kept would outlive the server that is ended")
 	assert.True(t, transport.DisableCompression)
 }
+
+func TestWithoutAcceptAStatusOfSuccessIsAccepted(t *testing.T) {
+	for status, want := range map[int]bool{199: false, 200: true, 299: true, 300: false} {
+		require.Equal(t, want, (&route{}).accepts(status), status)
+		require.Equal(t, status == 300, (&route{accept: []int{300}}).accepts(status), status)
+	}
+}
