@@ -3,6 +3,7 @@ package httplife
 import (
 	"encoding/base64"
 	"fmt"
+	"net/url"
 	"strings"
 	"testing"
 
@@ -67,5 +68,14 @@ func TestWhatIsSecretIsHiddenInEveryFormThatAServerGivesItBackIn(t *testing.T) {
 	s.addValue("tok-en")
 	for _, verb := range []string{"%v", "%+v", "%#v", "%s"} {
 		require.Equal(t, "redactor", fmt.Sprintf(verb, s.redactor()), verb)
+	}
+}
+
+func TestTheLongestFormOfASecretOfSeveralLinesIsOfAllOfIt(t *testing.T) {
+	secret := "first-line\nsecond-line"
+	hide, longest := Redactor([]string{secret})
+	require.GreaterOrEqual(t, longest, len(url.QueryEscape(secret)))
+	for _, text := range []string{secret, "first-line", "second-line", url.QueryEscape(secret)} {
+		require.NotContains(t, hide(text), "line", text)
 	}
 }
