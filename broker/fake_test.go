@@ -40,6 +40,13 @@ func (g *fakeGPU) move(by gpu.Bytes) {
 	g.used += by
 }
 
+// fail makes its looks fail; nil ends that.
+func (g *fakeGPU) fail(err error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.lost = err
+}
+
 // looked is how often anybody looked at it.
 func (g *fakeGPU) looked() int {
 	g.mu.Lock()

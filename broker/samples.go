@@ -71,7 +71,7 @@ func (b *Broker) sample(ctx context.Context, l *samplerLoop, g *Generation) {
 			return
 		}
 		b.logger().Error("no GPU telemetry: trying again", zap.Error(err), zap.Duration("in", openRetry))
-		b.step(scheduler.Sampled{At: time.Now(), Lost: err.Error()})
+		b.takeIn(ctx, l, scheduler.Sampled{At: time.Now(), Lost: err.Error()}, nil)
 		if !sleep(ctx, openRetry) {
 			return
 		}
@@ -123,26 +123,41 @@ func (b *Broker) look(ctx context.Context, l *samplerLoop, s gpu.Sampler, detail
 	}
 	b.tellTelemetry(l, sample.Devices, err)
 	if err != nil {
-		b.step(scheduler.Sampled{At: time.Now(), Lost: err.Error(), First: l.first})
-		l.first = false
+		b.takeIn(ctx, l, scheduler.Sampled{At: time.Now(), Lost: err.Error()}, nil)
 		return
 	}
-	e := scheduler.Sampled{At: sample.At, First: l.first}
-	l.first = false
+	e := scheduler.Sampled{At: sample.At}
 	owners := b.owners()
 	for _, d := range sample.Devices {
 		e.Devices = append(e.Devices, device(d, owners))
 	}
-	b.mu.Lock()
-	l.name, l.why = s.Name(), s.Why() // auto may have found another way
-	for _, d := range sample.Devices {
-		b.noteFree(d, sample.At)
-		if detail == gpu.Full {
-			b.devices[d.UUID] = d
+	b.takeIn(ctx, l, e, func() {
+		l.name, l.why = s.Name(), s.Why() // auto may have found another way
+		for _, d := range sample.Devices {
+			b.noteFree(d, sample.At)
+			if detail == gpu.Full {
+				b.devices[d.UUID] = d
+			}
 		}
+	})
+}
+
+// takeIn takes a look of a sampler into the state, unless another has taken the sampler's place meanwhile: GPUs that only the old one
+// lists would be there again for good. note, which may be nil, runs with it and holds mu.
+func (b *Broker) takeIn(ctx context.Context, l *samplerLoop, e scheduler.Sampled, note func()) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed || ctx.Err() != nil {
+		return
 	}
-	b.mu.Unlock()
-	b.step(e)
+	if e.Lost == "" {
+		e.First, l.first = l.first, false
+	}
+	if note != nil {
+		note()
+	}
+	b.apply(time.Now(), e)
+	b.ended()
 }
 
 // jitter is by how much free memory may differ from one look to the next and still count as not moving.

@@ -3,7 +3,10 @@ package broker
 import (
 	"context"
 	"errors"
+	"io"
 	"slices"
+	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -184,6 +187,74 @@ func TestGPUsThatAnotherSamplerDoesNotListAreGone(t *testing.T) {
 		require.Equal(t, "not supported", said[0].ContextMap()["reason"])
 		require.EqualValues(t, 5, said[0].ContextMap()["gpu"])
 	})
+}
+
+// elsewhere is a generation like w's whose sampler knows another GPU.
+func (w *world) elsewhere(t *testing.T) (*Generation, *fakeGPU) {
+	t.Helper()
+	other := &fakeGPU{total: 8 * gpu.GiB, tells: func(d *gpu.Device) { d.UUID, d.Index = "GPU-X", 5 }}
+	next := w.generation(t, nil, server("a", 4*gpu.GiB))
+	next.Sampler, next.SamplerKey = other, "another"
+	return next, other
+}
+
+func TestGPUsAreGoneThoughTheNewSamplerFailsAtFirst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, nil, server("a", 4*gpu.GiB))
+		defer w.Close()
+		pass(11 * time.Second)
+		next, other := w.elsewhere(t)
+		other.fail(errors.New("not yet"))
+		w.reload(t, next)
+		pass(10 * time.Second)
+		require.Contains(t, w.Status().Degraded, "not yet")
+		other.fail(nil)
+		pass(10 * time.Second)
+		require.Len(t, w.Status().GPUs, 1)
+		require.Equal(t, "GPU-X", w.Status().GPUs[0].UUID)
+	})
+}
+
+// The old sampler's look is taken in while the new one has looked already: here it is held up where it logs.
+func TestALookOfAReplacedSamplerIsNotTakenIn(t *testing.T) {
+	for name, c := range map[string]struct{ logs, fault string }{
+		"that sees GPUs": {logs: "GPU telemetry works again"},
+		"that fails":     {logs: "GPU telemetry fails", fault: "it is gone"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(t, nil, server("a", 4*gpu.GiB))
+				defer w.Close()
+				pass(11 * time.Second)
+				next, _ := w.elsewhere(t)
+				var once sync.Once
+				held := make(chan struct{})
+				here := w.generation(t, nil, server("a", 4*gpu.GiB))
+				here.Logger = zap.New(zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()), zapcore.AddSync(io.Discard), zapcore.DebugLevel), zap.Hooks(func(e zapcore.Entry) error {
+					if strings.HasPrefix(e.Message, c.logs) {
+						once.Do(func() {
+							w.reload(t, next)
+							pass(time.Millisecond) // the new sampler looks
+							close(held)
+						})
+					}
+					return nil
+				}))
+				w.reload(t, here)
+				w.gpu.fail(errors.New("it is gone"))
+				if c.fault == "" {
+					pass(10 * time.Second)
+					w.gpu.fail(nil)
+				}
+				<-held
+				synctest.Wait()
+				status := w.Status()
+				require.Empty(t, status.Degraded)
+				require.Len(t, status.GPUs, 1)
+				require.Equal(t, "GPU-X", status.GPUs[0].UUID)
+			})
+		})
+	}
 }
 
 func TestADriverIsToldForHowLongTheFreeMemoryHasNotMoved(t *testing.T) {
