@@ -1,6 +1,7 @@
 package broker
 
 import (
+	"container/list"
 	"strings"
 	"time"
 )
@@ -23,8 +24,8 @@ type Client struct {
 // clients remembers who has asked, the one that was seen last first. Its zero
 // value is ready. For a client that is known nothing is allocated. The broker's mutex guards it.
 type clients struct {
-	known       map[string]*client
-	first, last *client
+	known map[string]*list.Element // by id
+	order list.List                // of *client
 }
 
 type client struct {
@@ -32,7 +33,6 @@ type client struct {
 	seen           time.Time
 	requests, done uint64
 	waited, ran    time.Duration // of those that are done
-	next, prev     *client
 }
 
 // asked counts a request. An empty id is nobody.
@@ -40,87 +40,53 @@ func (c *clients) asked(id string, at time.Time) {
 	if id == "" {
 		return
 	}
-	k := c.find(id)
-	if k == nil {
-		k = c.add(id)
+	e := c.find(id)
+	if e == nil {
+		e = c.add(id)
 	}
+	k := e.Value.(*client)
 	k.requests++
 	k.seen = at
-	c.toFront(k)
+	c.order.MoveToFront(e)
 }
 
 // ended counts a request that has run.
 func (c *clients) ended(id string, at time.Time, waited, ran time.Duration) {
-	if k := c.find(id); k != nil {
+	if e := c.find(id); e != nil {
+		k := e.Value.(*client)
 		k.done++
 		k.waited += waited
 		k.ran += ran
 		k.seen = at
-		c.toFront(k)
+		c.order.MoveToFront(e)
 	}
 }
 
 // list is all of them, the one that was seen last first.
 func (c *clients) list() []Client {
 	out := []Client{}
-	for k := c.first; k != nil; k = k.next {
+	for e := c.order.Front(); e != nil; e = e.Next() {
+		k := e.Value.(*client)
 		out = append(out, Client{Client: k.id, Requests: k.requests, MeanWaitMS: ms(mean(k.waited, k.done)), MeanRunMS: ms(mean(k.ran, k.done)), LastSeen: stamp(k.seen)})
 	}
 	return out
 }
 
-func (c *clients) find(id string) *client {
-	if id == "" {
-		return nil
-	}
+func (c *clients) find(id string) *list.Element {
 	return c.known[id[:min(len(id), maxClientName)]]
 }
 
 // add takes in a new client, in the place of the last one if there are many.
-func (c *clients) add(id string) *client {
+func (c *clients) add(id string) *list.Element {
 	if c.known == nil {
-		c.known = map[string]*client{}
+		c.known = map[string]*list.Element{}
 	}
-	k := new(client)
 	if len(c.known) >= maxClients {
-		k = c.last
-		c.unlink(k)
-		delete(c.known, k.id)
+		delete(c.known, c.order.Remove(c.order.Back()).(*client).id)
 	}
-	*k = client{id: strings.Clone(id[:min(len(id), maxClientName)])} // what it was cut from may be long
-	c.known[k.id] = k
-	c.link(k)
-	return k
-}
-
-func (c *clients) toFront(k *client) {
-	if c.first != k {
-		c.unlink(k)
-		c.link(k)
-	}
-}
-
-func (c *clients) link(k *client) {
-	k.prev, k.next = nil, c.first
-	if c.first == nil {
-		c.last = k
-	} else {
-		c.first.prev = k
-	}
-	c.first = k
-}
-
-func (c *clients) unlink(k *client) {
-	if k.prev == nil {
-		c.first = k.next
-	} else {
-		k.prev.next = k.next
-	}
-	if k.next == nil {
-		c.last = k.prev
-	} else {
-		k.next.prev = k.prev
-	}
+	k := &client{id: strings.Clone(id[:min(len(id), maxClientName)])} // what it was cut from may be long
+	c.known[k.id] = c.order.PushFront(k)
+	return c.known[k.id]
 }
 
 func mean(sum time.Duration, n uint64) time.Duration {
