@@ -207,6 +207,8 @@ func TestARouteWithOneConsumerSendsAnotherNameToo(t *testing.T) {
 		_, _, got := sends(t, ctx, gpucaddyfile.Route{Consumer: consumer})("/v1/chat/completions", "", `{"model":"whatever"}`)
 		require.Equal(t, `{"model":"`+want+`"}`, got, consumer)
 	}
+	_, _, got := sends(t, ctx, gpucaddyfile.Route{Consumer: "to-aliased"})("/v1/chat/completions", "", `{"model":"second"}`)
+	require.Equal(t, `{"model":"second"}`, got, "the fallback knows it")
 	w, r := post("POST", "/v1/audio/transcriptions?model=other", "model=whatever&a=1")
 	r.Header.Set("Content-Type", "application/x-www-form-urlencoded")
 	h := &Handler{Route: gpucaddyfile.Route{Consumer: "sent"}}
@@ -217,7 +219,7 @@ func TestARouteWithOneConsumerSendsAnotherNameToo(t *testing.T) {
 		return err
 	})))
 	fallback := gpucaddyfile.Route{Consumer: "to-special", Fallback: []string{"aliased"}, FallbackAs: map[string]string{"aliased": "the route's"}}
-	_, _, got := sends(t, ctx, fallback)("/v1/chat/completions", "", `{"model":"whatever"}`)
+	_, _, got = sends(t, ctx, fallback)("/v1/chat/completions", "", `{"model":"whatever"}`)
 	require.Equal(t, `{"model":"the route's"}`, got)
 	fallback.FallbackAs = nil
 	_, _, got = sends(t, ctx, fallback)("/v1/chat/completions", "", `{"model":"whatever"}`)

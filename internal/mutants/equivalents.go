@@ -31,7 +31,10 @@ var equivalent = map[string]string{
 	"lifecycle/process/reap_linux.go: : reapPatience = 10 * time.Second // for those that were killed to be gone => reapPatience = 11 * time.Second // for those that were killed to be gone": "only what can not be killed is waited for so long",
 
 	"lifecycle/process/child_linux.go: sweep: for wait := firstLook; c.kill(seen); wait = min(wait*3/2, slowLook) { => for wait := firstLook; c.kill(seen); wait = min(wait*3*2, slowLook) {": pace,
-	"lifecycle/process/means_linux.go: Owns: for at, i := pid, 0; at > 1 && i < deepest; i++ { => for at, i := pid, 0; at > 2 && i < deepest; i++ {":                                          "nobody's server is the kernel's thread 2",
+	"lifecycle/process/output.go: : maxLogging = 1024 => maxLogging = 1025": "a bound",
+	"lifecycle/process/child_linux.go: sweep: time.Sleep(wait) // nothing tells of the end of a process that is not a child => {} // nothing tells of the end of a process that is not a child":     pace,
+	"lifecycle/process/reap_linux.go: endOrphans: time.Sleep(wait) // nothing tells of the end of a process that is not a child => {} // nothing tells of the end of a process that is not a child": pace,
+	"lifecycle/process/means_linux.go: Owns: for at, i := pid, 0; at > 1 && i < deepest; i++ { => for at, i := pid, 0; at > 2 && i < deepest; i++ {":                                                "nobody's server is the kernel's thread 2",
 
 	"routing/sources.go: pairsOf: for at := 0; at < len(query); { => for at := 0; at <= len(query); {":                                                                                                        "the last pair would be one without a name",
 	"routing/form.go: : var lineBuffers = sync.Pool{New: func() any { return bufio.NewReaderSize(nil, 16<<10) }} => var lineBuffers = sync.Pool{New: func() any { return bufio.NewReaderSize(nil, 17<<10) }}": pieces,

@@ -112,3 +112,10 @@ func TestLinesThatALogIsTooSlowForAreCounted(t *testing.T) {
 	outputOf(t, "a\nb\n", core)
 	require.Equal(t, 2, logs.Len(), "where all is logged, nothing is said of it")
 }
+
+func TestALineThatWasCutWithinASecretShowsNothingOfIt(t *testing.T) {
+	secret := strings.Repeat("s", 1000)
+	o := newOutput(&plan{redact: func(s string) string { return strings.ReplaceAll(s, secret, "*") }, longest: len(secret)}, zap.NewNop())
+	o.add("stdout", []byte(strings.Repeat("s", maxLine+len(secret)))) // five whole ones, and the beginning of another
+	require.Equal(t, []string{"…"}, o.kept)
+}
