@@ -181,6 +181,17 @@ func TestARemovedSlotThatLoadsEndsItsLoadFirst(t *testing.T) {
 	require.Equal(t, []string{"a"}, f.dropped)
 }
 
+func TestAReloadTakesNoUnloadBackThatIsAskedForByHand(t *testing.T) {
+	f := given(t, 16384, server("a", 8000))
+	f.warm("a", 8000)
+	h := f.submit("a")
+	f.step(Unload{Slot: "a"})
+	f.reconfigure(func(c *Config) { c.Slots[0].Concurrency = 2 })
+	require.False(t, f.slot("a").GateOpen)
+	f.release(h)
+	f.requireState("a", Stopping)
+}
+
 func TestASlotThatComesBackBeforeItWasUnloadedServesOn(t *testing.T) {
 	f := given(t, 16384, server("a", 10000, asksBusy), server("b", 1000))
 	f.warm("a", 10000)
