@@ -217,9 +217,24 @@ func (a *App) Start() error {
 	if err := a.pool.broker.Push(a.generation); err != nil {
 		return err
 	}
-	a.pool.watcher.set(limits{upload: time.Duration(*a.UploadIdle), answer: time.Duration(*a.StallTimeout), tunnel: time.Duration(*a.TunnelIdle)})
+	select {
+	case <-a.generation.Ruled():
+		a.limit(a.pool.watcher)
+	default: // what fails later must have had no effect
+		go a.limit(a.pool.watcher)
+	}
 	active.Store(a.pool) // not before: what is set on the admin endpoint must find what was stored
 	return nil
+}
+
+// limit sets the limits of this configuration once it rules.
+func (a *App) limit(w *watcher) {
+	select {
+	case <-a.generation.Ruled():
+		w.set(limits{upload: time.Duration(*a.UploadIdle), answer: time.Duration(*a.StallTimeout), tunnel: time.Duration(*a.TunnelIdle)})
+	case <-a.generation.Undone():
+	case <-w.stop:
+	}
 }
 
 // reaped is done once in a process.

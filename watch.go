@@ -137,7 +137,7 @@ func (p *pooled) look(now time.Time, l limits) {
 			continue
 		}
 		p.running.each(func(j *job) {
-			if over, limit := j.progress.rests(now, l); over && j.stage == answering && slices.Contains(leases, j.lease) {
+			if over, limit := j.progress.rests(now, l); over && j.stage == answering && slices.Contains(leases, j.lease) && p.broker.Contended(j.lease) {
 				p.cutFor(j, codeTunnelIdle, fmt.Sprintf("a tunnel carried nothing for %s while others waited for the GPU (tunnel_idle)", limit))
 			}
 		})

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -46,7 +47,8 @@ type Lease struct {
 	Queued   time.Duration // how long it waited for its turn
 	Loading  time.Duration // … and how long for its load
 	client   string
-	slot     *slot // what serves it
+	slot     *slot            // what serves it
+	driver   lifecycle.Driver // … and whose server that was when it was admitted
 }
 
 // Refused is the error of a request that gets no place.
@@ -83,8 +85,11 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 		r.Submitted = now
 		b.clients.asked(r.Client, now)
 	}
+	if b.closed { // nobody else may touch what Close looks through
+		return Lease{}, nil, b.turnAway(now, r.Consumer, stopping())
+	}
 	c, sl := b.choose(now, &r)
-	if sl == nil || b.closed {
+	if sl == nil {
 		return Lease{}, nil, b.turnAway(now, r.Consumer, b.nowhere(&r))
 	}
 	if len(r.Candidates) > 1 && c.name != r.Candidates[0] {
@@ -97,7 +102,7 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 	effects, wake := b.state.Step(now, scheduler.Submit{Slot: sl.name, Priority: r.Priority, Submitted: r.Submitted, Deadline: r.Submitted.Add(r.Budget),
 		Client: r.Client, KeepAlive: r.KeepAlive, StayWarm: r.StayWarm, Cooldown: r.Cooldown})
 	c.requests++
-	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: r.Submitted, Consumer: c.name, Upstream: sl.consumer.upstream, Async: c.cfg.Async, client: r.Client, slot: sl}
+	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: r.Submitted, Consumer: c.name, Upstream: sl.consumer.upstream, Async: c.cfg.Async, client: r.Client, slot: sl, driver: sl.consumer.driver}
 	switch effects[0].Kind {
 	case scheduler.Admit: // the warm path
 		b.act(now, effects, wake)
@@ -117,16 +122,19 @@ func (b *Broker) submit(r Request) (_ Lease, w *waiter, _ error) {
 func (b *Broker) TryAcquire(r Request) (Lease, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if b.closed {
+		return Lease{}, false
+	}
 	now := time.Now()
 	c, sl := b.choose(now, &r)
-	if sl == nil || b.closed {
+	if sl == nil {
 		return Lease{}, false
 	}
 	effects, wake := b.state.Step(now, scheduler.Submit{Slot: sl.name, Priority: r.Priority, Client: r.Client, KeepAlive: r.KeepAlive, StayWarm: r.StayWarm, Cooldown: r.Cooldown, IfFree: true})
 	if effects[0].Kind != scheduler.Admit {
 		return Lease{}, false
 	}
-	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: now, Consumer: c.name, Upstream: sl.consumer.upstream, Async: c.cfg.Async, client: r.Client, slot: sl}
+	lease := Lease{b: b, job: effects[0].Job, Began: now, Asked: now, Consumer: c.name, Upstream: sl.consumer.upstream, Async: c.cfg.Async, client: r.Client, slot: sl, driver: sl.consumer.driver}
 	c.requests++
 	b.clients.asked(r.Client, now)
 	b.act(now, effects, wake)
@@ -165,6 +173,7 @@ func (b *Broker) await(ctx context.Context, lease Lease, w *waiter) (Lease, erro
 	lease.Began = time.Now()
 	lease.Queued, lease.Loading = w.queued, w.loading
 	lease.Upstream, lease.Async, lease.Loads = w.upstream, w.async, w.loads
+	lease.driver = w.driver
 	return lease, nil
 }
 

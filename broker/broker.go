@@ -13,6 +13,7 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
+	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -71,6 +72,7 @@ type waiter struct {
 	refusal  *scheduler.Refusal // valid once ready is closed; nil: admitted
 	queued   time.Duration      // valid once ready is closed, as is what follows
 	loading  time.Duration
+	driver   lifecycle.Driver
 	upstream string // of the consumer as it was admitted: a reload may have moved it meanwhile
 	async    bool
 	loads    bool // the server loads inside this job
@@ -238,6 +240,7 @@ func (b *Broker) grant(now time.Time, e scheduler.Effect, r *scheduler.Refusal) 
 	w.refusal, w.loads = r, e.Loads
 	w.loading = w.slot.loadedSince(w.since)
 	w.queued = max(0, now.Sub(w.since)-w.loading)
+	w.driver = w.slot.consumer.driver
 	w.upstream, w.async = w.slot.consumer.upstream, w.consumer.cfg.Async
 	close(w.ready)
 }

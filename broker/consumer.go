@@ -118,7 +118,7 @@ func (c *consumer) endedWell() bool {
 
 // moves says whether the driver is about to start its server or to stop it: in a start it may not run yet. It holds mu.
 func (b *Broker) moves(c *consumer) bool {
-	return c.traits.Starts && slices.ContainsFunc(c.slots, func(sl *slot) bool {
+	return c.traits.Starts && slices.ContainsFunc(b.allSlots(c), func(sl *slot) bool {
 		v, known := b.state.Slot(sl.name)
 		return known && (v.State == scheduler.Loading || v.State == scheduler.Stopping)
 	})
@@ -408,10 +408,7 @@ func (b *Broker) Address(consumer string) (upstream string, runs bool) {
 
 // Track hands an answer that names a job to the driver of the server that gave it: another may have its consumer's name by now.
 func (l Lease) Track(answer []byte) {
-	l.b.mu.Lock()
-	d := l.slot.consumer.driver
-	l.b.mu.Unlock()
-	if jobs, ok := d.(lifecycle.Jobs); ok {
+	if jobs, ok := l.driver.(lifecycle.Jobs); ok {
 		jobs.Track(answer)
 	}
 }

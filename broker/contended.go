@@ -26,9 +26,9 @@ func (b *Broker) Idles(l Lease) bool {
 		return false
 	}
 	c = c.real()
-	driver, can, timeout, target := c.driver, c.traits.Busy, c.probeTimeout, b.target(l.slot)
+	driver, timeout, target := l.driver, c.probeTimeout, b.target(l.slot)
 	b.mu.Unlock()
-	if !can || driver == nil {
+	if driver == nil || !driver.Traits().Busy {
 		return true
 	}
 	ctx, cancel := context.WithTimeout(b.ctx, timeout)

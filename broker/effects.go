@@ -120,11 +120,11 @@ func (b *Broker) target(sl *slot) lifecycle.Target {
 }
 
 // died takes in that the server of a consumer, which its driver has started, has ended by itself.
-func (b *Broker) died(name, detail string) {
+func (b *Broker) died(name string, driver lifecycle.Driver, detail string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	c := b.withServer(name)
-	if c == nil || b.closed {
+	if c == nil || b.closed || c.driver != driver { // another driver has taken its place, whose server it is not
 		return
 	}
 	now, clean := time.Now(), c.endedWell()
@@ -146,10 +146,10 @@ func (b *Broker) load(ctx context.Context, cancel func(), sl *slot, driver lifec
 	}
 	b.mu.Lock()
 	sl.loadEnded = time.Now()
-	if errors.Is(err, lifecycle.ErrNoModel) && sl.model != "" {
-		sl.consumer.miss(sl.loadEnded, sl.model)
-	}
 	if sl.consumer.driver == driver {
+		if errors.Is(err, lifecycle.ErrNoModel) && sl.model != "" {
+			sl.consumer.miss(sl.loadEnded, sl.model)
+		}
 		sl.consumer.findUpstream()
 		if cat := &sl.consumer.catalog; !cat.told { // it may tell its list now
 			cat.at = time.Time{}
@@ -202,7 +202,7 @@ func (b *Broker) startProbes(c *consumer) {
 		return
 	}
 	ctx, cancel := context.WithCancel(b.ctx)
-	c.stopProbes = cancel
+	c.stopProbes, c.probeNow = cancel, make(chan struct{}, 1) // one that has ended must not take what is meant for this one
 	name, driver, interval, timeout, now := c.name, c.driver, c.interval, c.probeTimeout, c.probeNow
 	b.tasks.Go(func() {
 		for {

@@ -121,6 +121,7 @@ func (b *Broker) AllowCloudFallback(ctx context.Context, yes bool) (Flags, error
 			return Flags{}, fmt.Errorf("the flags can't be saved, and are as they were: %w", err)
 		}
 	}
+	b.flags.recalled = true // what is stored is older
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	was := b.flagsNow()
@@ -137,7 +138,6 @@ func (b *Broker) recallFlags(g *Generation) {
 	if b.flags.recalled || g.FlagStore == nil {
 		return
 	}
-	b.flags.recalled = true
 	ctx, cancel := context.WithTimeout(b.ctx, storeTimeout)
 	defer cancel()
 	data, err := g.FlagStore.Load(ctx)
@@ -145,6 +145,7 @@ func (b *Broker) recallFlags(g *Generation) {
 		g.Logger.Warn("the stored flags can't be read: those of the environment, or the defaults, hold", zap.Error(err))
 		return
 	}
+	b.flags.recalled = true
 	if data == nil {
 		return
 	}

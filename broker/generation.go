@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -105,7 +106,7 @@ func (b *Broker) Pop(g *Generation) {
 func (b *Broker) Retire(ctx context.Context) {
 	b.save()
 	b.mu.Lock()
-	unused := len(b.gens) == 0 && !b.closed && b.current.Load() != nil
+	unused := ctx.Err() == nil && len(b.gens) == 0 && !b.closed && b.current.Load() != nil
 	if unused {
 		for name, c := range b.consumers {
 			if c.partner != nil {
@@ -178,10 +179,17 @@ func (b *Broker) open(g *Generation) (map[string]opened, error) {
 }
 
 func (b *Broker) openOne(g *Generation, cc *config.Consumer, limits *lifecycle.Limits) (lifecycle.Driver, error) {
-	return g.Lifecycles[cc.Name].Open(lifecycle.Deps{
+	var opened atomic.Pointer[lifecycle.Driver]
+	d, err := g.Lifecycles[cc.Name].Open(lifecycle.Deps{
 		Consumer: cc.Name, Upstream: cc.Upstream, Logger: g.Logger.With(zap.String("consumer", cc.Name)),
-		Limits: limits, Dir: g.Dir, Died: func(detail string) { b.died(cc.Name, detail) },
+		Limits: limits, Dir: g.Dir, Died: func(detail string) {
+			if d := opened.Load(); d != nil { // else it rules nothing yet
+				b.died(cc.Name, *d, detail)
+			}
+		},
 	})
+	opened.Store(&d)
+	return d, err
 }
 
 // titled is err with the consumer's place before each of its faults.

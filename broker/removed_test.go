@@ -47,7 +47,7 @@ func TestWhoWaitsForAModelThatWasRemovedIsServedThoughItsServerDied(t *testing.T
 				w.reload(t, next)
 				pass(time.Second)
 				if dies {
-					w.died("m", "exit status 1")
+					w.died("m", w.servers["m"], "exit status 1")
 				}
 				l.Release(scheduler.ServerDied)
 				pass(time.Minute)

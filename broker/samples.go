@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"path"
 	"slices"
 	"time"
@@ -135,6 +136,7 @@ func (b *Broker) look(ctx context.Context, l *samplerLoop, s gpu.Sampler, detail
 		l.name, l.why = s.Name(), s.Why() // auto may have found another way
 		for _, d := range sample.Devices {
 			b.noteFree(d, sample.At)
+			maps.DeleteFunc(b.devices, func(uuid string, was gpu.Device) bool { return was.Index == d.Index && uuid != d.UUID })
 			if detail == gpu.Full {
 				b.devices[d.UUID] = d
 			}
@@ -151,7 +153,10 @@ func (b *Broker) takeIn(ctx context.Context, l *samplerLoop, e scheduler.Sampled
 		return
 	}
 	if e.Lost == "" {
-		e.First, l.first = l.first, false
+		if e.First, l.first = l.first, false; e.First { // of GPUs of another sampler
+			clear(b.devices)
+			clear(b.stillness)
+		}
 	}
 	if note != nil {
 		note()

@@ -164,7 +164,7 @@ func (s *State) stopNow(now time.Time, v *slot) {
 		s.spare.present = append(s.spare.present, v) // it moves something now
 	}
 	v.stop, v.unloaded = st, true
-	v.epoch++
+	s.nextEpoch(v)
 	s.freeze(v)
 	s.emit(Effect{Kind: StartUnload, Slot: v.cfg.Name, Epoch: v.epoch})
 	s.decide(Decision{At: now, Kind: "unload", Slot: v.cfg.Name, Target: name(st.target), GPU: v.gpu(), Reason: why})
@@ -194,7 +194,7 @@ func (s *State) unloadDone(now time.Time, e UnloadDone) {
 	if v == nil || v.epoch != e.Epoch || v.stop.began.IsZero() || v.stop.called {
 		return
 	}
-	v.epoch++
+	s.nextEpoch(v)
 	switch {
 	case v.stop.flush:
 		s.flushed(now, v, e.Err)
@@ -386,6 +386,13 @@ func gaveBack(gave, held gpu.Bytes, known, absent bool) string {
 	}
 }
 
+// nextEpoch begins, or ends, a slot's load or unload: no answer to an earlier one counts any more. Slots share the count, so that one
+// that goes and comes back does not take the answer of the server that it had before.
+func (s *State) nextEpoch(sl *slot) {
+	s.epochs++
+	sl.epoch = s.epochs
+}
+
 // load starts the load of a slot that fits. A lazy one is READY at once and
 // loads inside the job that is admitted in the same step.
 func (s *State) load(now time.Time, t *slot) {
@@ -406,7 +413,7 @@ func (s *State) load(now time.Time, t *slot) {
 		s.to(now, t, Ready)
 		return
 	}
-	t.epoch++
+	s.nextEpoch(t)
 	s.emit(Effect{Kind: Load, Slot: t.cfg.Name, Epoch: t.epoch})
 }
 
@@ -416,7 +423,7 @@ func (s *State) loadDone(now time.Time, e LoadDone) {
 	if t == nil || t.state != Loading || t.epoch != e.Epoch {
 		return
 	}
-	t.epoch++
+	s.nextEpoch(t)
 	took := now.Sub(t.loadAt)
 	if e.Err == "" {
 		t.loadCost.add(took)

@@ -10,11 +10,12 @@ import (
 // State is all that the scheduler knows. Step alone changes it. It is not safe
 // for concurrent use: its driver guards it.
 type State struct {
-	cfg   Config
-	slots []*slot // in the order of the config; removed ones last
-	named map[string]*slot
-	gpus  []*card // in the order of their index
-	locks []*lock // of all GPUs that slots were ever on, seen or not
+	cfg    Config
+	slots  []*slot // in the order of the config; removed ones last
+	epochs uint64  // the latest of any slot
+	named  map[string]*slot
+	gpus   []*card // in the order of their index
+	locks  []*lock // of all GPUs that slots were ever on, seen or not
 
 	lending   bool // a GPU is lent
 	conflicts bool // some slots may never be resident together
