@@ -221,6 +221,6 @@ func TestWhatAServerDoesNotHaveIsRememberedForAWhileWithinBounds(t *testing.T) {
 	require.False(t, c.misses(later, name(0)), "the oldest has gone")
 	require.True(t, c.misses(later, name(1)))
 	require.True(t, c.misses(later, name(maxMissing)))
-	require.True(t, c.misses(later.Add(missingFor-1), name(1)))
-	require.False(t, c.misses(later.Add(missingFor), name(1)))
+	require.True(t, c.misses(later.Add(5*time.Minute-1), name(1)))
+	require.False(t, c.misses(later.Add(5*time.Minute), name(1)))
 }

@@ -69,11 +69,10 @@ func (b *Broker) Lend(index int, d time.Duration) (Lent, error) {
 		}
 		out := Lent{GPU: index}
 		if d > 0 {
-			out.Until = now.Add(d)
+			out.Until = now.Add(d).UTC().Round(0)
 		}
 		b.apply(now, scheduler.Lend{GPU: index, Until: now.Add(d)})
 		b.ended()
-		out.Until = out.Until.UTC().Round(0)
 		return out, nil
 	}
 	return Lent{}, fmt.Errorf("%w: %d; there are %v", ErrUnknownGPU, index, there)

@@ -377,3 +377,26 @@ func TestAModelThatNobodyNamedClaimsWhatTheServerSaysElseWhatTheConsumerSays(t *
 		})
 	}
 }
+
+func TestOnlyAListOfAConsumersModelsIsLearntOf(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w, m := newModels(t)
+		defer w.Close()
+		m.tells(lifecycle.Model{Name: "x", Resident: gpu.GiB})
+		pass(11 * time.Second)
+		require.Contains(t, w.SlotNames("m"), "m/x")
+		learns := func(change func(*config.Consumer), loaded []lifecycle.Model) []string {
+			w.mu.Lock()
+			c := w.consumers["m"]
+			was, cfg := c.cfg, *c.cfg
+			change(&cfg)
+			c.cfg = &cfg
+			w.learnOf(time.Now(), c, loaded)
+			c.cfg = was
+			w.mu.Unlock()
+			return w.SlotNames("m")
+		}
+		require.Contains(t, learns(func(*config.Consumer) {}, nil), "m/x", "it was not listed")
+		require.NotContains(t, learns(func(c *config.Consumer) { c.Models = nil }, []lifecycle.Model{{Name: "y", Resident: gpu.GiB}}), "m/y", "a consumer without models is its one slot")
+	})
+}

@@ -241,3 +241,11 @@ func TestAPatternFitsNamesUpToTheirBound(t *testing.T) {
 	_, ok = n.Match(longest + "x")
 	require.False(t, ok)
 }
+
+func TestNamesUpToTheirBoundHaveNearOnes(t *testing.T) {
+	known := strings.Repeat("x", MaxName-1)
+	n, err := NewNames([]Named{{Consumer: known}})
+	require.NoError(t, err)
+	require.Equal(t, []string{known}, n.Near(known+"y"))
+	require.Empty(t, n.Near(known+"yy"))
+}

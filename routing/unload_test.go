@@ -93,3 +93,12 @@ func TestAKeyMayBeWrittenInEscapesOrInAnotherCase(t *testing.T) {
 		require.Equal(t, c.want, indexFold([]byte(c.body), c.field), "%+v", c)
 	}
 }
+
+func TestWhatIsEmpty(t *testing.T) {
+	for value, want := range map[string]bool{
+		"null": true, `""`: true, "[]": true, "{}": true, "[ ]": true, "{\n}": true,
+		`" "`: false, "0": false, "false": false, "[{}]": false, `{"a":1}`: false, `"[]"`: false, `"{}"`: false,
+	} {
+		require.Equal(t, want, isEmpty([]byte(value)), value)
+	}
+}
