@@ -48,7 +48,7 @@ func newCrowd(tb testing.TB, resident int) *crowd {
 	for _, name := range c.names[:resident] {
 		job := c.step(Submit{Slot: name, Priority: 100})[0].Job
 		c.now = c.now.Add(time.Second)
-		c.step(LoadDone{Slot: name, Epoch: 1})
+		c.step(LoadDone{Slot: name, Epoch: c.s.named[name].epoch})
 		c.step(c.look())
 		if name == c.names[0] {
 			c.running = job
