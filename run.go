@@ -156,6 +156,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 		defer cancel()
 		inner = inner.WithContext(ctx)
 	}
+	ranOut := func() bool { return limit > 0 && errors.Is(context.Cause(inner.Context()), errMaxRun) }
 	if j.tunnel.Store(r.Method == http.MethodConnect); r.Method == http.MethodConnect && r.Body != nil {
 		inner.Body = tunnelBody{inner.Body, &j.moved}
 	}
@@ -169,7 +170,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 		if j.heart != nil {
 			j.heart.logStatus(r, j.status)
 		}
-		outcome := j.outcome(r, err, completed, limit > 0 && ranOut(inner) || j.stalled != "")
+		outcome := j.outcome(r, err, completed, ranOut() || j.stalled != "")
 		j.hasRun(outcome)
 		if outcome == scheduler.Accepted && len(j.said) > 0 {
 			j.lease.Track(j.said)
@@ -183,10 +184,10 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 		err = j.notTheServers(r, err)
 	}
 	completed = true
-	if j.status != 0 && (j.isCut.Load() || limit > 0 && ranOut(inner)) { // reverse_proxy may take it for a client that left: what is cut must not look whole
+	if j.status != 0 && (j.isCut.Load() || ranOut()) { // reverse_proxy may take it for a client that left: what is cut must not look whole
 		panic(http.ErrAbortHandler)
 	}
-	if err != nil && j.status == 0 && limit > 0 && ranOut(inner) {
+	if err != nil && j.status == 0 && ranOut() {
 		return &failure{status: http.StatusGatewayTimeout, code: string(scheduler.BudgetExceeded),
 			message: fmt.Sprintf("consumer %q had no answer within max_run %s", j.target.name, j.target.maxRun)}
 	}
@@ -197,9 +198,6 @@ var (
 	errMaxRun = errors.New("the request has run for max_run")
 	errCut    = errors.New("the connection was cut")
 )
-
-// ranOut reports whether a request has run for longer than max_run, if it has one.
-func ranOut(r *http.Request) bool { return errors.Is(context.Cause(r.Context()), errMaxRun) }
 
 // brokeOff reports whether the request to the server ended before its answer did, because its client left or we ended it.
 func (j *job) brokeOff(inner *http.Request, completed bool) bool {

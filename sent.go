@@ -108,11 +108,10 @@ func (j *job) translate(r *http.Request, computes bool) {
 	if j.body == nil || j.facts == nil {
 		return
 	}
-	switch other := func(in string) bool { return in != "" && in != name && (!alone || in == asked) }; {
-	case slices.ContainsFunc(j.facts.Names, other):
-	case fallback && name != "" && len(sources.Fields()) > 0 && cmp.Or(j.facts.Names...) == "":
-		change, name = change.WithName(name), ""
-	default:
+	if fallback && name != "" && len(sources.Fields()) > 0 && cmp.Or(j.facts.Names...) == "" {
+		change = change.WithName(name)
+	}
+	if !slices.ContainsFunc(j.facts.Names, func(in string) bool { return in != "" && in != name && (!alone || in == asked) }) {
 		name = ""
 	}
 	if name != "" || change != nil {

@@ -148,12 +148,12 @@ var elsewhere = []mutant{
 	},
 	{
 		name: "an answer that was cut looks whole", dir: ".", file: "run.go", tests: "TestAnAnswerThatWasCutIsNotPassedOffAsWhole",
-		old: "if j.status != 0 && (j.isCut.Load() || limit > 0 && ranOut(inner)) {",
-		new: "if j.status != 0 && limit > 0 && ranOut(inner) {",
+		old: "if j.status != 0 && (j.isCut.Load() || ranOut()) {",
+		new: "if j.status != 0 && ranOut() {",
 	},
 	{
 		name: "an answer that max_run ended looks whole", dir: ".", file: "run.go", tests: "TestAnAnswerThatMaxRunEndsIsNotPassedOffAsWhole",
-		old: "if j.status != 0 && (j.isCut.Load() || limit > 0 && ranOut(inner)) {",
+		old: "if j.status != 0 && (j.isCut.Load() || ranOut()) {",
 		new: "if j.status != 0 && j.isCut.Load() {",
 	},
 	{
