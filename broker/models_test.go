@@ -360,7 +360,9 @@ func TestAModelThatNobodyNamedClaimsWhatTheServerSaysElseWhatTheConsumerSays(t *
 		synctest.Test(t, func(t *testing.T) {
 			w, m := newModels(t)
 			defer w.Close()
+			w.mu.Lock()
 			w.gen.Config.Consumers[0].AutoModels = auto
+			w.mu.Unlock()
 			m.tells(lifecycle.Model{Name: "told", Resident: 3 * gpu.GiB}, lifecycle.Model{Name: "untold", Resident: -1})
 			pass(10 * time.Second)
 			slots := map[string]Slot{}
