@@ -210,6 +210,7 @@ func (a *App) Start() error {
 	a.started = true
 	if site := a.site(); site != nil {
 		a.transports = httpTransports(site)
+		joinOnePacket(a.transports)
 	}
 	a.warnOfRoutes()
 	a.reap()

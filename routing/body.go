@@ -274,6 +274,20 @@ func (y *Body) Rewind(r *http.Request) {
 	r.GetBody = y.get
 }
 
+// Restart makes what has been read of a body that was read ahead readable again. Nobody reads it meanwhile.
+func Restart(r *http.Request) {
+	if r.GetBody == nil {
+		return
+	}
+	body, err := r.GetBody()
+	if again, ok := body.(*bodyReader); err == nil && ok {
+		y := again.of
+		for old := y.readers; old != nil; old = old.next {
+			old.restart(y)
+		}
+	}
+}
+
 func (y *Body) reopen() (io.ReadCloser, error) { return y.reader(), nil }
 
 // reader reads the body with its edits.
@@ -394,6 +408,13 @@ func (r *bodyReader) again(y *Body) bool {
 	}
 	r.from = y.content(r)
 	return true
+}
+
+// restart makes the reader read its body from the start.
+func (r *bodyReader) restart(y *Body) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.from, r.begun = y.content(r), false
 }
 
 // end waits for a read that is under way, and fails those to come.

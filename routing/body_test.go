@@ -8,6 +8,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"testing/iotest"
 
@@ -249,4 +250,38 @@ func TestABodyThatIsReadAgainLeavesWhoReadsItAlready(t *testing.T) {
 		require.Equal(t, want[10:], got)
 		body.Recycle()
 	}
+}
+
+func TestABodyIsReadFromItsStartOnceItIsRestarted(t *testing.T) {
+	b := NewBuffers(t.TempDir())
+	plan, err := NewPlan([]string{"model"}, nil, false)
+	require.NoError(t, err)
+	for _, text := range []string{`{"model":"a","x_client_id":"me"}`, strings.Repeat("x", 100), string(random(2 * memoryBody))} {
+		r := httptest.NewRequest(http.MethodPost, "/", strings.NewReader(text))
+		r.Header.Set("Content-Type", "application/json")
+		body, err := b.Read(r, Limits{Body: total, Total: total})
+		require.NoError(t, err)
+		if text[0] == '{' {
+			_, err = body.Peek(t.Context(), r.Header, plan)
+			require.NoError(t, err)
+			body.Rewind(r)
+			text = `{"model":"a"}`
+		}
+		for _, most := range []int{5, len(text), 2 * len(text)} {
+			_, err = io.CopyN(io.Discard, r.Body, int64(most))
+			require.True(t, err == nil || err == io.EOF, err)
+			Restart(r)
+		}
+		got, err := io.ReadAll(r.Body)
+		require.NoError(t, err)
+		require.Equal(t, text, string(got))
+		body.Recycle()
+	}
+	other := httptest.NewRequest(http.MethodPost, "/", strings.NewReader("text"))
+	Restart(other)
+	other.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(strings.NewReader("x")), nil }
+	Restart(other)
+	got, err := io.ReadAll(other.Body)
+	require.NoError(t, err)
+	require.Equal(t, "text", string(got))
 }

@@ -78,8 +78,8 @@ func TestAlone_ThroughputByPlainReverseProxysHasALowerBound(t *testing.T) {
 		bound                  float64
 	}{
 		{"a fixed consumer", fixed, "/audio/big?bytes=2000", "", 32, 0.95},
-		{"the model from the body", named, "/v1/chat/completions", chat, 32, 0.9},
-		{"the model from the body, few connections", named, "/v1/chat/completions", chat, 8, 0.85}, // 0.885 to 0.948 from run to run
+		{"the model from the body", named, "/v1/chat/completions", chat, 32, 0.95},
+		{"the model from the body, few connections", named, "/v1/chat/completions", chat, 8, 0.95},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s.t = t
