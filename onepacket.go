@@ -3,9 +3,9 @@ package gpubroker
 import (
 	"bytes"
 	"context"
-	"fmt"
 	"io"
 	"net/http"
+	"reflect"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
@@ -37,41 +37,45 @@ type inMemory struct {
 	body bytes.Reader
 }
 
-// RoundTrip implements http.RoundTripper. What it leaves to the transport has no body that was read ahead, or a large one.
+// RoundTrip implements http.RoundTripper. What it leaves to the transport has no small body that was read ahead, or one
+// that the site has put something around, which would not see it pass.
 func (p onePacket) RoundTrip(r *http.Request) (*http.Response, error) {
 	n := r.ContentLength
-	if r.GetBody == nil || n <= 0 || n > onePacketBody {
+	if r.Body == nil || n <= 0 || n > onePacketBody {
 		return nil, http.ErrSkipAltProtocol
 	}
 	if _, ok := r.Context().(*inMemory); ok {
 		return nil, http.ErrSkipAltProtocol // it comes from below
 	}
-	text, err := readExactly(r.Body, n)
-	if err != nil {
-		return nil, err
+	text := routing.Unread(beneath(r.Body))
+	if int64(len(text)) != n {
+		return nil, http.ErrSkipAltProtocol
 	}
 	ctx := &inMemory{Context: r.Context()}
 	ctx.body.Reset(text)
 	joined := r.WithContext(ctx)
 	joined.Body = io.NopCloser(&ctx.body)
 	joined.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(text)), nil }
-	resp, err := p.transport.RoundTrip(joined)
-	if err != nil {
-		routing.Restart(r) // reverse_proxy may try another upstream
-	}
-	return resp, err
+	return p.transport.RoundTrip(joined)
 }
 
-// readExactly reads a body of n bytes to its end, and closes it.
-func readExactly(body io.ReadCloser, n int64) ([]byte, error) {
-	defer body.Close()
-	text := make([]byte, n+1) // with room to see that there is no more
-	got, err := io.ReadFull(body, text)
-	switch {
-	case err != nil && err != io.EOF && err != io.ErrUnexpectedEOF:
-		return nil, err
-	case int64(got) != n:
-		return nil, fmt.Errorf("the request's Content-Length is %d, and its body is of another length", n)
+// beneath returns what net/http and reverse_proxy have wrapped to see how far it is read. Their types are not exported. The
+// body itself stays unread: reverse_proxy may try another upstream, and an error route may pass it elsewhere.
+func beneath(body io.ReadCloser) io.ReadCloser {
+	for {
+		v := reflect.ValueOf(body)
+		if v.Kind() != reflect.Pointer {
+			return body
+		}
+		switch v.Type().String() {
+		case "*http.readTrackingBody", "*reverseproxy.bodyNopCloserIfNotRead", "*reverseproxy.requestBodyWithTrailers":
+		default:
+			return body
+		}
+		inner, ok := v.Elem().FieldByName("ReadCloser").Interface().(io.ReadCloser)
+		if !ok {
+			return body
+		}
+		body = inner
 	}
-	return text[:n], nil
 }

@@ -63,9 +63,6 @@ func (c *writtenTo) Write(p []byte) (int, error) {
 	return c.Conn.Write(p)
 }
 
-// plainBody does not show what kind of body it is, as what reverse_proxy makes of one.
-type plainBody struct{ io.ReadCloser }
-
 // echo is a server that answers with what it got, a transport to it that joins small bodies to their headers, and what is written to it.
 func echo(t *testing.T) (url string, transport *http.Transport, w *writes) {
 	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -84,17 +81,15 @@ func echo(t *testing.T) (url string, transport *http.Transport, w *writes) {
 	return srv.URL, transport, w
 }
 
-// outgoing is a request as reverse_proxy makes it of one whose body was read ahead.
-func outgoing(t *testing.T, url, body string) (*http.Request, *plainBody) {
+// outgoing is a request as a transport gets one whose body was read ahead.
+func outgoing(t *testing.T, url, body string) *http.Request {
 	t.Helper()
 	r := httptest.NewRequest("POST", url, strings.NewReader(body))
 	ahead, err := routing.NewBuffers(t.TempDir()).Read(r, routing.Limits{Body: 1 << 20, Total: 1 << 20})
 	require.NoError(t, err)
 	t.Cleanup(ahead.Close)
 	r.RequestURI = ""
-	h := &plainBody{r.Body}
-	r.Body = h
-	return r, h
+	return r
 }
 
 func answered(t *testing.T, resp *http.Response, err error) string {
@@ -110,7 +105,7 @@ func TestSmallBodiesGoInOnePacketWithTheirHeaders(t *testing.T) {
 	for size, writes := range map[int]int{1: 1, 700: 1, 3 << 10: 1, onePacketBody + 1: 2, 100 << 10: 2} {
 		url, transport, w := echo(t)
 		text := strings.Repeat("x", size)
-		r, _ := outgoing(t, url, text)
+		r := outgoing(t, url, text)
 		resp, err := transport.RoundTrip(r)
 		require.Equal(t, text, answered(t, resp, err))
 		if all := w.all(); writes == 1 {
@@ -150,29 +145,34 @@ func TestABodyThatWasNotReadAheadIsLeftToTheTransport(t *testing.T) {
 	require.Empty(t, answered(t, resp, err))
 }
 
-// What stands between the broker and the transport, such as a log of bodies, reads every body once and whole.
-func TestASmallBodyIsReadThroughWhatWrapsIt(t *testing.T) {
-	url, transport, _ := echo(t)
-	r, body := outgoing(t, url, "hello")
+// What the site puts between the broker and the transport, such as a log of bodies, sees every body pass.
+func TestABodyThatSomethingWrapsOrReplacesIsLeftToTheTransport(t *testing.T) {
+	url, transport, w := echo(t)
+	r := outgoing(t, url, "hello")
 	var seen bytes.Buffer
-	body.ReadCloser = struct {
-		io.Reader
-		io.Closer
-	}{io.TeeReader(body.ReadCloser, &seen), body.ReadCloser}
+	r.Body = io.NopCloser(io.TeeReader(r.Body, &seen))
 	resp, err := transport.RoundTrip(r)
 	require.Equal(t, "hello", answered(t, resp, err))
 	require.Equal(t, "hello", seen.String())
+	require.NotContains(t, w.all()[0], "hello")
 
-	r, _ = outgoing(t, url, "hello")
-	r.Body = io.NopCloser(strings.NewReader("olleh")) // a handler has put another in its place
+	r = outgoing(t, url, "hello")
+	r.Body = io.NopCloser(io.MultiReader(strings.NewReader("olleh")))
 	resp, err = transport.RoundTrip(r)
 	require.Equal(t, "olleh", answered(t, resp, err))
+
+	r = outgoing(t, url, "hello")
+	_, err = r.Body.Read(make([]byte, 3))
+	require.NoError(t, err)
+	r.ContentLength = 2
+	resp, err = transport.RoundTrip(r)
+	require.Equal(t, "lo", answered(t, resp, err), "the rest")
 }
 
 func TestASmallBodyCanBeSentAgainWhereNoConnectionWasHad(t *testing.T) {
 	url, transport, w := echo(t)
 	w.refuse = 2
-	r, _ := outgoing(t, url, "hello")
+	r := outgoing(t, url, "hello")
 	for range 2 {
 		resp, err := transport.RoundTrip(r)
 		require.ErrorIs(t, err, errNoConnection)
@@ -186,36 +186,15 @@ func TestASmallBodyCanBeSentAgainWhereNoConnectionWasHad(t *testing.T) {
 // A server may close a connection just as it is used again.
 func TestASmallBodyIsSentAgainWhereAnIdleConnectionHasEnded(t *testing.T) {
 	url, transport, w := echo(t)
-	r, _ := outgoing(t, url, "hello")
+	r := outgoing(t, url, "hello")
 	resp, err := transport.RoundTrip(r)
 	require.Equal(t, "hello", answered(t, resp, err))
 	w.mu.Lock()
 	w.broken = true
 	w.mu.Unlock()
-	r, _ = outgoing(t, url, "again")
+	r = outgoing(t, url, "again")
 	resp, err = transport.RoundTrip(r)
 	require.Equal(t, "again", answered(t, resp, err))
 	require.False(t, w.broken, "it was tried")
 	require.Equal(t, 2, w.dials)
 }
-
-func TestABodyOfAnotherLengthThanItsContentLengthIsNotSent(t *testing.T) {
-	url, transport, w := echo(t)
-	for _, text := range []string{"", "hell", "hello!", "hello, world"} {
-		r, _ := outgoing(t, url, "hello")
-		r.Body = io.NopCloser(strings.NewReader(text))
-		resp, err := transport.RoundTrip(r)
-		require.ErrorContains(t, err, "Content-Length is 5", text)
-		require.Nil(t, resp)
-	}
-	broken := errors.New("gone")
-	r, _ := outgoing(t, url, "hello")
-	r.Body = io.NopCloser(io.MultiReader(strings.NewReader("hel"), readerFunc(func([]byte) (int, error) { return 0, broken })))
-	_, err := transport.RoundTrip(r)
-	require.ErrorIs(t, err, broken)
-	require.Empty(t, w.all())
-}
-
-type readerFunc func([]byte) (int, error)
-
-func (f readerFunc) Read(p []byte) (int, error) { return f(p) }

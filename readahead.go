@@ -53,11 +53,7 @@ func (j *job) readBody(r *http.Request) (err error) {
 			err = uploadStalled(time.Duration(*h.app.UploadIdle))
 		}
 	}()
-	limits := routing.Limits{Body: h.maxBody, Total: int64(h.app.MaxBuffered), Moved: &j.moved}
-	if n := r.ContentLength; n < 0 || n > routing.SmallBody { // a small one counts for nobody
-		limits.Client = sender(r)
-	}
-	j.body, err = h.pool.buffers.Read(r, limits)
+	j.body, err = h.pool.buffers.Read(r, routing.Limits{Body: h.maxBody, Total: int64(h.app.MaxBuffered), Client: sender(r), Moved: &j.moved})
 	if err != nil {
 		return bodyError(r, err)
 	}

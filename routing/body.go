@@ -274,20 +274,6 @@ func (y *Body) Rewind(r *http.Request) {
 	r.GetBody = y.get
 }
 
-// Restart makes what has been read of a body that was read ahead readable again. Nobody reads it meanwhile.
-func Restart(r *http.Request) {
-	if r.GetBody == nil {
-		return
-	}
-	body, err := r.GetBody()
-	if again, ok := body.(*bodyReader); err == nil && ok {
-		y := again.of
-		for old := y.readers; old != nil; old = old.next {
-			old.restart(y)
-		}
-	}
-}
-
 func (y *Body) reopen() (io.ReadCloser, error) { return y.reader(), nil }
 
 // reader reads the body with its edits.
@@ -410,11 +396,30 @@ func (r *bodyReader) again(y *Body) bool {
 	return true
 }
 
-// restart makes the reader read its body from the start.
-func (r *bodyReader) restart(y *Body) {
+// Unread returns a copy of what a body that was read ahead will read, and leaves it unread. Nil: it is none, or a
+// large one, or somebody has begun to read it.
+func Unread(body io.Reader) []byte {
+	r, ok := body.(*bodyReader)
+	if !ok {
+		return nil
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.from, r.begun = y.content(r), false
+	if r.of == nil || r.begun || r.of.size > SmallBody {
+		return nil
+	}
+	return r.of.text()
+}
+
+// text is what a small body reads, with its edits.
+func (y *Body) text() []byte {
+	out := make([]byte, 0, len(y.memory))
+	at := int64(0)
+	for _, e := range y.edits {
+		out = append(append(out, y.memory[at:e.from]...), e.text...)
+		at = e.to
+	}
+	return append(out, y.memory[at:]...)
 }
 
 // end waits for a read that is under way, and fails those to come.

@@ -252,36 +252,44 @@ func TestABodyThatIsReadAgainLeavesWhoReadsItAlready(t *testing.T) {
 	}
 }
 
-func TestABodyIsReadFromItsStartOnceItIsRestarted(t *testing.T) {
+func TestWhatIsUnreadOfASmallBodyIsSeenAndStaysUnread(t *testing.T) {
 	b := NewBuffers(t.TempDir())
 	plan, err := NewPlan([]string{"model"}, nil, false)
 	require.NoError(t, err)
-	for _, text := range []string{`{"model":"a","x_client_id":"me"}`, strings.Repeat("x", 100), string(random(2 * memoryBody))} {
-		r := httptest.NewRequest(http.MethodPost, "/", strings.NewReader(text))
+	large := string(random(SmallBody + 1))
+	for _, c := range []struct{ text, becomes, seen string }{
+		{`{"model":"a"}`, `{"model":"a"}`, `{"model":"a"}`},
+		{`{"x_client_id":"me","model":"a","x_priority":1}`, `{"model":"a"}`, `{"model":"a"}`},
+		{large[:SmallBody], large[:SmallBody], large[:SmallBody]},
+		{large, large, ""},
+	} {
+		r := httptest.NewRequest(http.MethodPost, "/", strings.NewReader(c.text))
 		r.Header.Set("Content-Type", "application/json")
 		body, err := b.Read(r, Limits{Body: total, Total: total})
 		require.NoError(t, err)
-		if text[0] == '{' {
+		if c.text[0] == '{' {
 			_, err = body.Peek(t.Context(), r.Header, plan)
 			require.NoError(t, err)
 			body.Rewind(r)
-			text = `{"model":"a"}`
 		}
-		for _, most := range []int{5, len(text), 2 * len(text)} {
-			_, err = io.CopyN(io.Discard, r.Body, int64(most))
-			require.True(t, err == nil || err == io.EOF, err)
-			Restart(r)
+		for range 2 {
+			require.Equal(t, c.seen, string(Unread(r.Body)))
 		}
+		begun, err := r.GetBody()
+		require.NoError(t, err)
+		_, err = begun.Read(make([]byte, 1))
+		require.NoError(t, err)
+		require.Nil(t, Unread(begun))
 		got, err := io.ReadAll(r.Body)
 		require.NoError(t, err)
-		require.Equal(t, text, string(got))
+		require.Equal(t, c.becomes, string(got))
+		require.Nil(t, Unread(r.Body))
+		late, err := r.GetBody()
+		require.NoError(t, err)
 		body.Recycle()
+		require.Nil(t, Unread(late), "it is over")
 	}
-	other := httptest.NewRequest(http.MethodPost, "/", strings.NewReader("text"))
-	Restart(other)
-	other.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(strings.NewReader("x")), nil }
-	Restart(other)
-	got, err := io.ReadAll(other.Body)
-	require.NoError(t, err)
-	require.Equal(t, "text", string(got))
+	require.Nil(t, Unread(strings.NewReader("text")))
+	require.Nil(t, Unread(http.NoBody))
+	require.Nil(t, Unread(nil))
 }

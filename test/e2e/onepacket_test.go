@@ -40,14 +40,43 @@ func TestASmallBodyComesToItsServerInOnePacketWithItsHeaders(t *testing.T) {
 
 func TestASmallBodyGoesToTheNextUpstreamWhereTheFirstRefuses(t *testing.T) {
 	t.Parallel()
-	rec := newRecorder(t)
-	voice := mvoice()
-	voice.Proxy = "reverse_proxy " + freeAddr(t) + " " + freeAddr(t) + " " + rec.addr + " {\nlb_policy first\nlb_retries 5\nlb_try_interval 10ms\nfail_duration 10s\n}"
-	s := start(t, layout{Consumers: []consumer{voice}})
-	require.Equal(t, 200, s.post("/mvoice/synthesize", "hello").status)
-	got := rec.next(t)
-	require.Equal(t, "hello", string(got.body))
-	require.EqualValues(t, 5, got.length)
+	rec, dead := newRecorder(t), freeAddr(t)
+	var sites strings.Builder
+	urls := map[string]string{}
+	for name, behind := range map[string][2]string{ // the broker
+		"nothing":                  {},
+		"a bound":                  {"request_body {\nmax_size 1MB\n}"},
+		"a buffer for less of it":  {"", "request_buffers 1000"},
+		"a buffer for all of it":   {"", "request_buffers 100KiB"},
+		"the body as a header":     {"request_header X-Length {http.request.body}"},
+		"an error route":           {"error_route"},
+		"a first proxy that fails": {"", "@gone status 502\nhandle_response @gone {\nreverse_proxy " + rec.addr + "\n}"},
+	} {
+		url := "http://" + freeAddr(t)
+		urls[name] = url
+		proxy := "reverse_proxy " + dead + " " + rec.addr + " {\nlb_policy first\nlb_retries 5\nlb_try_interval 10ms\nfail_duration 10s\n" + behind[1] + "\n}"
+		errors := ""
+		if behind[0] == "error_route" {
+			behind[0], proxy = "request_body {\nmax_size 1MB\n}", "reverse_proxy "+dead
+			errors = "handle_errors {\nreverse_proxy " + rec.addr + "\n}"
+		}
+		sites.WriteString(url + " {\nroute {\ngpu_broker mvoice\n" + behind[0] + "\n" + proxy + "\n}\n" + errors + "\n}\n")
+	}
+	s := start(t, layout{Consumers: []consumer{mvoice()}, Sites: sites.String()})
+	for name, url := range urls {
+		for _, size := range []int{5, 3000, 6000} {
+			text := strings.Repeat("x", size)
+			resp, err := s.client.Post(url+"/synthesize", "text/plain", strings.NewReader(text))
+			require.NoError(t, err)
+			require.NoError(t, resp.Body.Close())
+			if name != "an error route" {
+				require.Equal(t, 200, resp.StatusCode, "%s, %d bytes", name, size)
+			}
+			got := rec.next(t)
+			require.Equal(t, text, string(got.body), name)
+			require.EqualValues(t, size, got.length, name)
+		}
+	}
 }
 
 func TestABodyThatTheSitePutsInItsPlaceBehindTheBrokerIsSent(t *testing.T) {
