@@ -116,6 +116,10 @@ func TestAModelThatNobodyNamedIsCountedAsItGrowsAndForgottenWhenItHasGone(t *tes
 		require.Equal(t, []string{"m/a", "m/b"}, w.SlotNames("m"))
 		name, _ = w.Holder("", "x")
 		require.Empty(t, name)
+		l, err := w.Acquire(t.Context(), Request{Consumer: "m", Turn: true})
+		require.NoError(t, err)
+		defer l.Release(scheduler.Served)
+		require.Equal(t, "m/", l.slot.name, "who needs none of its models has a turn yet")
 	})
 }
 

@@ -128,3 +128,33 @@ func TestAPlanReadsAtMostAHundredFields(t *testing.T) {
 		require.Equal(t, c.ok, err == nil, "%+v: %v", c, err)
 	}
 }
+
+// A large body is read back from a file. What can't be read is no end of it.
+func TestAReadThatFailsIsNotTakenForJSON(t *testing.T) {
+	broken := errors.New("the file can't be read")
+	doc := `[-10.25e+3, 7, {"a" : true, "b\n\u00e9": [null, "c"], "d":{}}, false]`
+	for at := range len(doc) {
+		rest := doc[:at]
+		s := &scanner{more: func() ([]byte, error) {
+			if rest == "" {
+				return nil, broken
+			}
+			piece := rest[:1]
+			rest = rest[1:]
+			return []byte(piece), nil
+		}}
+		require.ErrorIs(t, s.value(), broken, "after %q", doc[:at])
+	}
+	for _, number := range []string{"1", "-10.2", "0.25", "1e5", "1e+55"} { // it might go on
+		rest := number
+		s := &scanner{more: func() ([]byte, error) {
+			if rest == "" {
+				return nil, broken
+			}
+			piece := rest
+			rest = ""
+			return []byte(piece), nil
+		}}
+		require.ErrorIs(t, s.value(), broken, number)
+	}
+}
