@@ -6,6 +6,7 @@ import (
 	"compress/gzip"
 	"compress/zlib"
 	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -198,4 +199,21 @@ func TestK4_NothingIsDecodedForAClientThatHasLeft(t *testing.T) {
 			require.Zero(t, y.buffers.Held())
 		})
 	}
+}
+
+func TestADecodedBodyThatCantBeReadBackIsOurFault(t *testing.T) {
+	words := hex.EncodeToString(random(memoryBody))
+	r, y := post(t, jsonType, coded(t, "gzip", []byte(`{"x_client_id":"me","messages":"`+words+`","model":"qwen"}`)))
+	r.Header.Set("Content-Encoding", "gzip")
+	_, err := y.Peek(r.Context(), r.Header, plan(t, []string{"model"}, nil, false))
+	require.NoError(t, err)
+	y.Rewind(r)
+	_, err = io.ReadAll(r.Body)
+	require.NoError(t, err)
+	require.NoError(t, y.Fault())
+	y.Rewind(r)
+	require.NoError(t, y.decoded.file.Close())
+	_, err = io.ReadAll(r.Body)
+	require.Error(t, err)
+	require.ErrorIs(t, y.Fault(), ErrSpill)
 }

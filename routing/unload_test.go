@@ -102,3 +102,13 @@ func TestWhatIsEmpty(t *testing.T) {
 		require.Equal(t, want, isEmpty([]byte(value)), value)
 	}
 }
+
+func TestAFieldIsFoundInAnyCase(t *testing.T) {
+	for c := byte('a'); c <= 'z'; c++ {
+		field := string(c) + "_x"
+		for _, first := range []byte{c, c - 'a' + 'A'} {
+			require.Equal(t, 2, indexFold([]byte(`{"`+string(first)+`_X":0}`), field))
+		}
+		require.Equal(t, -1, indexFold([]byte(`{"`+string(c^1)+`_x":0}`), field))
+	}
+}

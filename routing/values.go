@@ -128,7 +128,7 @@ func (v value) integer(field string) (n int, said bool, _ error) {
 	if err != nil || !said {
 		return 0, false, err
 	}
-	if f != math.Trunc(f) && !math.IsInf(f, 0) {
+	if f != math.Trunc(f) {
 		return 0, false, bad("field %q must be a whole number", field)
 	}
 	return int(max(-most, min(most, f))), true, nil

@@ -46,6 +46,9 @@ var equivalent = map[string]string{
 	"broker/catalog.go: offered: return Offer{Silent: cat.fault}, false => return Offer{Silent: cat.fault}, true":                               "it is asked for once more, and was asked a moment ago",
 	"broker/catalog.go: offered: return Offer{Starts: true, Failed: cat.failed}, false => return Offer{Starts: true, Failed: cat.failed}, true": "it is asked for once more, and was asked a moment ago",
 
+	"routing/unload.go: mayBeZero: if at < 0 { => if at < 1 {": "JSON does not begin with a name, and a quote stands between two",
+	"scheduler/handover.go: stopNow: h.booking, h.before, seen, out = h.booking+leak, 0, seen+leak, out-leak => h.booking, h.before, seen, out = h.booking+leak, 1, seen+leak, out-leak": "one byte",
+
 	"scheduler/words.go: Rounded: case abs < time.Millisecond: => case abs <= time.Millisecond:": roundAnyway,
 	"scheduler/words.go: Rounded: case abs < time.Second: => case abs <= time.Second:":           roundAnyway,
 	"scheduler/words.go: Rounded: case abs < time.Minute: => case abs <= time.Minute:":           roundAnyway,
