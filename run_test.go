@@ -334,3 +334,27 @@ func TestARequestThatItsServerBreaksOffCountsAsUse(t *testing.T) {
 		require.Equal(t, c.used, h.pool.broker.Status().Consumers["a"].LastUsed != "", "%v", c.err)
 	}
 }
+
+// What a body took is the next request's, so who keeps its reader must not read on.
+func TestTheBodyOfAServedRequestIsReadNoMore(t *testing.T) {
+	h := newHandler(t)
+	for _, served := range []bool{true, false} {
+		w, r := request("POST", "/work")
+		r.Body, r.ContentLength = io.NopCloser(strings.NewReader("hello")), 5
+		var kept io.Reader
+		_ = h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) error {
+			kept = r.Body
+			if !served {
+				return caddyhttp.Error(http.StatusBadGateway, errors.New("no answer"))
+			}
+			return nil
+		}))
+		text, err := io.ReadAll(kept)
+		if served {
+			require.ErrorContains(t, err, "the request is over")
+		} else {
+			require.NoError(t, err)
+			require.Equal(t, "hello", string(text), "an error route may pass it elsewhere")
+		}
+	}
+}
