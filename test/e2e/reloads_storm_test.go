@@ -128,7 +128,9 @@ func (k *storm) pair(c *http.Client, name, method, path, body string, want []byt
 func (k *storm) long(name string, y *tally) {
 	k.clients.Go(func() {
 		uri := "/" + name + "/stream?events=100000&ms=20"
-		a := k.doWith(k.newClient(), k.longStreams, "GET", uri, nil)
+		c := k.newClient()
+		c.Timeout = 0 // under the race detector the storm may take longer than any one request
+		a := k.doWith(c, k.longStreams, "GET", uri, nil)
 		whole := bytes.HasPrefix(modelserver.StreamBytes(100000), a.body) && len(a.body) > 100
 		if !errors.Is(a.err, context.Canceled) || a.status != 200 || !whole {
 			y.mu.Lock()
