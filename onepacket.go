@@ -59,6 +59,8 @@ func (p onePacket) RoundTrip(r *http.Request) (*http.Response, error) {
 	return p.transport.RoundTrip(joined)
 }
 
+var readCloserType = reflect.TypeFor[io.ReadCloser]()
+
 // beneath returns what net/http and reverse_proxy have wrapped to see how far it is read. Their types are not exported. The
 // body itself stays unread: reverse_proxy may try another upstream, and an error route may pass it elsewhere.
 func beneath(body io.ReadCloser) io.ReadCloser {
@@ -72,10 +74,10 @@ func beneath(body io.ReadCloser) io.ReadCloser {
 		default:
 			return body
 		}
-		inner, ok := v.Elem().FieldByName("ReadCloser").Interface().(io.ReadCloser)
-		if !ok {
-			return body
+		inner := v.Elem().FieldByName("ReadCloser")
+		if !inner.IsValid() || inner.Type() != readCloserType || inner.IsNil() {
+			return body // another version has it elsewhere
 		}
-		body = inner
+		body = inner.Interface().(io.ReadCloser)
 	}
 }
