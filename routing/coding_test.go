@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -199,6 +200,21 @@ func TestK4_NothingIsDecodedForAClientThatHasLeft(t *testing.T) {
 			require.Zero(t, y.buffers.Held())
 		})
 	}
+}
+
+func TestADecoderGivesNothingOnceItsRequestHasEnded(t *testing.T) {
+	ctx, leave := context.WithCancel(t.Context())
+	d, err := newDecoder(ctx, "gzip", bytes.NewReader(coded(t, "gzip", []byte("{}"))))
+	require.NoError(t, err)
+	d.left = 10
+	leave()
+	n, err := d.Read(make([]byte, 10))
+	require.ErrorIs(t, err, context.Canceled)
+	require.Zero(t, n)
+}
+
+func TestAsManyBodiesAreDecodedAtOnceAsThereAreCores(t *testing.T) {
+	require.Equal(t, max(2, runtime.GOMAXPROCS(0)), cap(decoders))
 }
 
 func TestADecodedBodyThatCantBeReadBackIsOurFault(t *testing.T) {

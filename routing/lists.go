@@ -109,7 +109,7 @@ func LoadedList(models []Listed) []byte {
 		Models []ollamaLoaded `json:"models"`
 	}{[]ollamaLoaded{}}
 	for _, m := range models {
-		out.Models = append(out.Models, ollamaLoaded{ollamaModel: inOllamasForm(m), SizeVRAM: m.Size, Expires: time.Date(9999, 1, 1, 0, 0, 0, 0, time.UTC).Format(time.RFC3339)})
+		out.Models = append(out.Models, ollamaLoaded{ollamaModel: inOllamasForm(m), SizeVRAM: m.Size, Expires: "9999-01-01T00:00:00Z"})
 	}
 	return encode(out)
 }

@@ -359,10 +359,8 @@ type members struct {
 // read reads its members, and notes those that may be changed.
 func (m *members) read() error {
 	seen := &m.body.seen
-	if err := m.open(true); err != nil {
-		return err
-	}
-	m.pos++ // the brace
+	_ = m.open(true) // the outermost is not too deep
+	m.pos++          // the brace
 	seen.inside = m.offset()
 	c, err := m.space()
 	if err != nil {

@@ -421,6 +421,19 @@ func TestABulkJobThatNeedNotWaitTakesNoPlace(t *testing.T) {
 	f.requireRunning(f.ask("w", 100))
 }
 
+// The queue is full, and what runs at once all the same is less urgent than what waits: its slot makes way.
+func TestAJobThatFindsTheQueueFullLetsTheUrgentTakeWhatItUses(t *testing.T) {
+	f := given(t, 16384, lazyServer("v", 10000, wide(4)), lazyServer("w", 10000))
+	f.reconfigure(func(c *Config) { c.MaxQueue = 1 })
+	f.warm("v", 10000)
+	f.requireRunning(f.ask("v", 10))
+	f.requireWaiting(f.ask("w", 50))
+	f.advance(f.s.bound(f.s.named["w"]) / 2)
+	require.True(t, f.slot("v").GateOpen)
+	f.requireRunning(f.ask("v", 90))
+	require.False(t, f.slot("v").GateOpen)
+}
+
 func TestPlacesOfTheConcurrencyAreKeptForUrgentJobs(t *testing.T) {
 	f := given(t, 16384, lazyServer("v", 10000, wide(3), func(c *SlotConfig) { c.Reserved = 1 }))
 	f.reconfigure(func(c *Config) { c.ReservedBelow = 100 })

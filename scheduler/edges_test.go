@@ -88,13 +88,47 @@ func aStoppingFromUnknown(t *testing.T) *fixture {
 }
 
 func aAbandoned(t *testing.T) *fixture {
+	f, _ := aAbandonedFor(t)
+	return f
+}
+
+// aAbandonedFor returns the job for which it is, too.
+func aAbandonedFor(t *testing.T) (*fixture, *handle) {
 	f := bothIdle(t)
 	h := f.submit("a")
-	f.submit("b")
+	b := f.submit("b")
 	f.cancel(h)
 	f.advance(10*time.Second - 1)
 	f.requireState("a", Loading)
-	return f
+	return f, b
+}
+
+// The unload of an abandoned load failed: it may go on at the server, which says "not loaded" until it is.
+func TestALoadThatCouldNotBeAbandonedMayGoOnAsLongAsLoadsTake(t *testing.T) {
+	f, b := aAbandonedFor(t)
+	f.advance(1)
+	f.unloadFails("a")
+	f.requireState("a", Unknown)
+	f.cancel(b) // else its memory is asked for once more
+	ends := f.s.named["a"].loadAt.Add(2 * f.s.named["a"].loadTime())
+	require.True(t, ends.After(f.now))
+	f.probe("a", No)
+	f.requireState("a", Unknown)
+	f.advance(ends.Sub(f.now) - 1)
+	asked := f.now
+	f.advance(1)
+	f.step(Probed{Slot: "a", Sent: asked, Outcome: ProbeAnswered, Loaded: No, Resident: -1})
+	f.requireState("a", Unknown)
+	f.probe("a", No)
+	f.requireState("a", Idle)
+}
+
+func TestALoadThatCouldNotBeAbandonedIsBelievedToHaveEnded(t *testing.T) {
+	f := aAbandoned(t)
+	f.advance(1)
+	f.unloadFails("a")
+	f.probe("a", Yes)
+	f.requireState("a", Ready)
 }
 
 func TestEveryEdgeIsReached(t *testing.T) {

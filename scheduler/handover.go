@@ -221,11 +221,15 @@ func (s *State) unloadFailed(now time.Time, v *slot, why string) {
 	}
 	from := v.stop.from
 	v.stop, v.gate = stopping{}, gate{}
-	if from == Loading { // the abandoned load may have got anywhere
+	abandoned := from == Loading
+	if abandoned { // the load may have got anywhere
 		from = Unknown
 	}
 	ready, idle, started := v.readyAt, v.idleAt, v.started
 	s.to(now, v, from)
+	if abandoned {
+		v.loadsUntil = v.loadAt.Add(2 * v.loadTime())
+	}
 	if from == Ready { // as if nothing had been
 		v.readyAt, v.idleAt, v.started = ready, idle, started
 	}

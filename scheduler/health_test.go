@@ -343,3 +343,37 @@ func TestAGPUThatIsNotThereIsNamed(t *testing.T) {
 	f := given(t, 16384, server("a", 1000, on(7)))
 	require.Contains(t, f.requireRefused(f.submit("a"), GPULost).Message, "GPU 7")
 }
+
+// Nobody listens, so its process has ended, and what that held is free. Counted on, it hid what others had left behind.
+func TestARefusedConnectionTellsThatAServerWithoutAProbeIsGone(t *testing.T) {
+	unprobed := func(c *SlotConfig) { c.CanProbe, c.CanTell = false, false }
+	for name, set := range map[string]func(*SlotConfig){"loaded inside its first job": func(c *SlotConfig) { c.CanLoad = false }, "loaded by its route": func(*SlotConfig) {}} {
+		t.Run(name, func(t *testing.T) {
+			f := given(t, 16384, server("a", 1000, unprobed, wide(2), set), server("b", 13000))
+			f.warm("a", 1000)
+			one, two := f.submit("a"), f.submit("a")
+			f.cards[0].Free += 1000 * gpu.MiB
+			f.sample()
+			f.releaseAs(one, DialRefused)
+			f.requireState("a", Ready) // another still computes there, as far as is known
+			f.releaseAs(two, DialRefused)
+			f.requireState("a", Idle)
+			require.Contains(t, f.decided("gone", "a").Reason, "refused")
+			require.Equal(t, "healthy", f.slot("a").Health)
+
+			f.sample()
+			f.submit("b")
+			f.requireState("b", Loading)
+			third := f.submit("a")
+			f.requireWaiting(third) // it needs room again
+		})
+	}
+}
+
+// A provider's refusal says nothing of this machine's memory.
+func TestACloudThatRefusesAConnectionStaysReady(t *testing.T) {
+	f := given(t, 16384, server("a", 1000, cloud))
+	f.releaseAs(f.submit("a"), DialRefused)
+	f.requireState("a", Ready)
+	f.requireRunning(f.submit("a"))
+}

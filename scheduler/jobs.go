@@ -43,7 +43,9 @@ func (s *State) submit(now time.Time, e *Submit) {
 		s.admitReady(now)
 		if j.state == jobWaiting || j.state == jobCooling {
 			s.refuse(now, j, full)
+			return
 		}
+		s.pump(now) // who waits may take the memory of a slot that a less urgent request uses
 	case sl.queue.head() == j:
 		s.pump(now)
 	default: // whatever can be done for this slot is being done already
@@ -402,17 +404,16 @@ func (s *State) relock() {
 // comes back just now. Its state is taken anew from a probe (spec §1.11).
 func (s *State) refused(now time.Time, sl *slot) {
 	s.emit(Effect{Kind: ProbeNow, Slot: sl.cfg.Name})
-	if !sl.cfg.CanProbe {
-		return
-	}
 	if sl.cfg.Starts { // it is dying, or comes up anew: a probe, or Died, tells
-		sl.suspects(now)
+		if sl.cfg.CanProbe {
+			sl.suspects(now)
+		}
 		return
 	}
-	if sl.health == healthGood {
+	if sl.cfg.CanProbe && sl.health == healthGood {
 		sl.health, sl.timeouts = healthUnknown, 0
 	}
-	if s.cfg.Mode == Evicting && sl.state == Ready && !sl.busy() {
+	if s.cfg.Mode == Evicting && !sl.cfg.Cloud && sl.state == Ready && !sl.busy() {
 		s.vanish(now, sl, "a connection to its server was refused")
 	}
 	sl.since = now

@@ -189,7 +189,7 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 		s.to(now, sl, Ready)
 		sl.settled, sl.settledAt = true, time.Time{}
 		s.decide(Decision{At: now, Kind: "adopt", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: "its server says that it is loaded"})
-	case e.Loaded == No && sl.state == Unknown:
+	case e.Loaded == No && sl.state == Unknown && !e.Sent.Before(sl.loadsUntil):
 		for _, h := range sl.on { // what was measured may be older than that
 			h.hasMeas = false
 		}

@@ -118,40 +118,41 @@ type slot struct {
 	detail   string // of the last bad probe
 	timeouts int    // in a row
 
-	queue     queue
-	parked    int // jobs that wait for the rest of their client
-	active    int
-	bulk      int       // active jobs that reserved places are not for
-	held      int       // ended jobs whose work goes on at the server
-	heldAt    time.Time // the last of them
-	orphans   int       // … of them those that nobody waits for: they end after drain_timeout at the latest
-	leftBy    time.Time // … when the last of them was broken off
-	first     JobID     // the job inside which a lazy server loads
-	warming   bool      // … which counts as a transition until it ends
-	firstLeft bool      // … whose client has left
-	started   int       // jobs started since READY
-	loadedAt  time.Time // since when it is loaded, unloads that failed or go on included; zero: it is not, as far as was seen
-	readyAt   time.Time
-	idleAt    time.Time     // later of READY and the last job's end
-	leftAt    time.Time     // the last departure of one who waited
-	credit    credit        // of those who left before they were served
-	keep      time.Time     // until then it is no victim: a job asked for it
-	warmFor   time.Duration // idle time that the last job asked for; 0: the slot's own
-	lastUse   time.Time     // end of the last real work
-	lastPrio  int
-	recalled  bool      // its last use, and the priority of that, are known from before a restart
-	observed  time.Time // the idleAt for which it was said that it would be unloaded
-	draining  bool      // no more jobs are let in
-	lent      bool      // one of its GPUs is: nothing is loaded or run there
-	pin       *bool     // said by hand; nil: the configuration's word
-	restoring bool      // it is being loaded again since its GPU is idle
-	evicted   bool      // it was unloaded for another, and not asked for since
-	dead      string    // how its server ended, while jobs that ran there have not ended yet; empty: it lives
-	clean     bool      // … and that was no failure
-	suspect   time.Time // when a connection to a server that the driver starts broke off or was refused: nothing enters before a later probe tells whether it lives
-	deaths    int       // in a row, each soon after it was loaded
-	reviving  bool      // it is to be loaded again since its server died
-	renewing  bool      // it was said that its driver may be replaced
+	queue      queue
+	parked     int // jobs that wait for the rest of their client
+	active     int
+	bulk       int       // active jobs that reserved places are not for
+	held       int       // ended jobs whose work goes on at the server
+	heldAt     time.Time // the last of them
+	orphans    int       // … of them those that nobody waits for: they end after drain_timeout at the latest
+	leftBy     time.Time // … when the last of them was broken off
+	first      JobID     // the job inside which a lazy server loads
+	warming    bool      // … which counts as a transition until it ends
+	firstLeft  bool      // … whose client has left
+	started    int       // jobs started since READY
+	loadedAt   time.Time // since when it is loaded, unloads that failed or go on included; zero: it is not, as far as was seen
+	readyAt    time.Time
+	idleAt     time.Time     // later of READY and the last job's end
+	leftAt     time.Time     // the last departure of one who waited
+	credit     credit        // of those who left before they were served
+	keep       time.Time     // until then it is no victim: a job asked for it
+	warmFor    time.Duration // idle time that the last job asked for; 0: the slot's own
+	lastUse    time.Time     // end of the last real work
+	lastPrio   int
+	recalled   bool      // its last use, and the priority of that, are known from before a restart
+	observed   time.Time // the idleAt for which it was said that it would be unloaded
+	draining   bool      // no more jobs are let in
+	lent       bool      // one of its GPUs is: nothing is loaded or run there
+	pin        *bool     // said by hand; nil: the configuration's word
+	restoring  bool      // it is being loaded again since its GPU is idle
+	evicted    bool      // it was unloaded for another, and not asked for since
+	dead       string    // how its server ended, while jobs that ran there have not ended yet; empty: it lives
+	clean      bool      // … and that was no failure
+	suspect    time.Time // when a connection to a server that the driver starts broke off or was refused: nothing enters before a later probe tells whether it lives
+	loadsUntil time.Time // UNKNOWN after a load that was abandoned and could not be unloaded: it may go on until then, and its server say "not loaded" meanwhile
+	deaths     int       // in a row, each soon after it was loaded
+	reviving   bool      // it is to be loaded again since its server died
+	renewing   bool      // it was said that its driver may be replaced
 
 	gate      gate
 	asking    bool      // a CheckBusy is on its way
@@ -392,7 +393,7 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 		sl.readyAt, sl.idleAt, sl.started, sl.emptyAt = now, now, 0, time.Time{}
 		sl.renewing = false // one that is loaded again, past us, is offered to be replaced anew
 	}
-	sl.warming, sl.dead, sl.suspect = false, "", time.Time{}
+	sl.warming, sl.dead, sl.suspect, sl.loadsUntil = false, "", time.Time{}, time.Time{}
 	if state == Idle { // there is nothing left to be unloaded
 		if t := sl.gate.target; t != nil && t.want.victim == sl {
 			t.want.victim = nil

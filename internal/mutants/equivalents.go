@@ -46,6 +46,11 @@ var equivalent = map[string]string{
 	"broker/catalog.go: offered: return Offer{Silent: cat.fault}, false => return Offer{Silent: cat.fault}, true":                               "it is asked for once more, and was asked a moment ago",
 	"broker/catalog.go: offered: return Offer{Starts: true, Failed: cat.failed}, false => return Offer{Starts: true, Failed: cat.failed}, true": "it is asked for once more, and was asked a moment ago",
 
+	"routing/body.go: Read: if n := r.ContentLength; n >= int64(cap(body.memory)) && n <= SmallBody { => if n := r.ContentLength; n >= int64(cap(body.memory)) && n < SmallBody {": pieces,
+	"routing/body.go: Recycle: memory = make([]byte, 0, 4<<10) => memory = make([]byte, 0, 2<<10)":                                                                                 pieces,
+	"routing/unload.go: mayBeZero: if at < 0 { => if at <= 0 {":                                                                                                                    "JSON does not begin with a name, and a quote stands between two",
+	"routing/values.go: simple: if len(text) < 2 || text[0] != '\"' || text[len(text)-1] != '\"' { => if len(text) < 3 || text[0] != '\"' || text[len(text)-1] != '\"' {":          "an empty text is decoded, to the same",
+	"routing/coding.go: newDecoder: if z, err = zstd.NewReader(d.in, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(maxWindow)); err == nil { => if z, err = zstd.NewReader(d.in, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(false), zstd.WithDecoderMaxWindow(maxWindow)); err == nil {": "it changes only how much memory a decoder takes",
 	"routing/unload.go: mayBeZero: if at < 0 { => if at < 1 {": "JSON does not begin with a name, and a quote stands between two",
 	"scheduler/handover.go: stopNow: h.booking, h.before, seen, out = h.booking+leak, 0, seen+leak, out-leak => h.booking, h.before, seen, out = h.booking+leak, 1, seen+leak, out-leak": "one byte",
 
