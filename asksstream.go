@@ -8,7 +8,7 @@ import (
 
 var scanBuffers = sync.Pool{New: func() any { return bufio.NewReaderSize(nil, 8<<10) }}
 
-// asksToStream says whether a JSON object says "stream": true at its top. It
+// asksToStream reports whether a JSON object says "stream": true at its top. It
 // decodes nothing and keeps nothing; of what is no JSON it says no, or whatever: the server looks at it again.
 func asksToStream(body io.Reader) (asks bool) {
 	in := scanBuffers.Get().(*bufio.Reader)
@@ -62,7 +62,7 @@ func asksToStream(body io.Reader) (asks bool) {
 	}
 }
 
-// sameString reads to the end of a string that has begun, and says whether it is want.
+// sameString reads to the end of a string that has begun, and reports whether it is want.
 func sameString(in *bufio.Reader, want string) (same bool, err error) {
 	same = true
 	for n := 0; ; n++ {
@@ -82,7 +82,7 @@ func sameString(in *bufio.Reader, want string) (same bool, err error) {
 	}
 }
 
-// nextIs says whether this word is next, after blanks. It takes the blanks only.
+// nextIs reports whether this word is next, after blanks. It takes the blanks only.
 func nextIs(in *bufio.Reader, word string) bool {
 	for {
 		text, err := in.Peek(1)

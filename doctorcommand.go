@@ -31,10 +31,10 @@ func doctorCommand() *cobra.Command {
 	var timeout time.Duration
 	cmd := &cobra.Command{
 		Use:   "doctor [--config <path>] [--json] [--timeout 5s]",
-		Short: "Says what will not work on this machine with this configuration, and how to mend it",
+		Short: "Says what will not work on this machine with this configuration, and how to fix it",
 		Long: `
 Looks at the GPUs, the model servers, the ports, folders and sockets that a
-configuration needs, and says what is wrong, where, and how to mend it. Run it
+configuration needs, and says what is wrong, where, and how to fix it. Run it
 as the user that Caddy runs as: what another user may do says little.
 
 Servers are asked for their health, their residency and whether they work, and

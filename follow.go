@@ -19,7 +19,7 @@ const followQuiet = 15 * time.Second
 // comes back after a restart must not have those of another process taken for ours.
 var followMark = strconv.FormatInt(time.Now().UnixNano(), 36)
 
-// follows says whether a request for decisions wants the stream of them.
+// follows reports whether a request for decisions wants the stream of them.
 func follows(r *http.Request) bool {
 	text := r.URL.Query().Get("follow")
 	return text == "true" || text == "1"

@@ -60,7 +60,7 @@ type heart struct {
 	told   bool   // the last event was sent
 }
 
-// wantsEvents says whether the client waits for an event stream, as far as can
+// wantsEvents reports whether the client waits for an event stream, as far as can
 // be told before it comes: it accepts one, or asks for one by `"stream": true` in a JSON body that was read ahead.
 // Ollama's own API, below /api/, answers that with lines of JSON.
 func (j *job) wantsEvents(r *http.Request) bool {
@@ -195,7 +195,7 @@ func (h *heart) write(p []byte) error {
 	return http.NewResponseController(h.ResponseWriter).Flush()
 }
 
-// stop ends the comments and says whether there were any. If not, the headers
+// stop ends the comments and reports whether there were any. If not, the headers
 // are the client's own from now on: somebody else may answer, such as the site's error routes.
 func (h *heart) stop() (begun bool) {
 	h.mu.Lock()

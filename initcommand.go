@@ -130,7 +130,7 @@ func discover(ctx context.Context, timeout time.Duration) *doctor.Discovery {
 	})
 }
 
-// checkCaddyfile says whether a Caddyfile can be used, as far as the broker is concerned.
+// checkCaddyfile reports whether a Caddyfile can be used, as far as the broker is concerned.
 func checkCaddyfile(ctx context.Context, text string) error {
 	cctx, cancel := caddy.NewContext(caddy.Context{Context: ctx})
 	defer cancel()

@@ -175,7 +175,7 @@ func collect(s broker.Status, held int64, ch chan<- prometheus.Metric) {
 	}
 }
 
-// hidden says whether a GPU is left out, because another has its index: the
+// hidden reports whether a GPU is left out, because another has its index: the
 // driver may give that of a lost one away, and no series may come twice.
 func hidden(gpus []broker.GPU, i int) bool {
 	return slices.ContainsFunc(gpus[:i], func(g broker.GPU) bool { return g.Index == gpus[i].Index && g.Health == gpus[i].Health }) ||

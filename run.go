@@ -132,7 +132,6 @@ func timing(queued, loading time.Duration) string {
 
 // run calls next, and gives the place back whatever becomes of it.
 func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
-	j.status, j.detached, j.abort = 0, nil, nil // it may be the second try
 	j.later = j.lease.Async && j.target.AfterAnswer(r)
 	j.said = j.said[:0]
 	inner, completed := r, false

@@ -91,7 +91,7 @@ func plainNames(aliases []string) []string {
 	})
 }
 
-// stopped says whether a request that needs no GPU is for a server that does not run, and if not, where that listens.
+// stopped reports whether a request that needs no GPU is for a server that does not run, and if not, where that listens.
 func (h *Handler) stopped(t *target, repl *caddy.Replacer) bool {
 	if !t.starts {
 		return false

@@ -186,7 +186,7 @@ func (b *Broker) act(now time.Time, effects []scheduler.Effect, wake time.Time) 
 	}
 }
 
-// unloaded says whether nothing of a consumer is loaded, so that its driver may be replaced. It holds mu.
+// unloaded reports whether nothing of a consumer is loaded, so that its driver may be replaced. It holds mu.
 func (b *Broker) unloaded(c *consumer) bool {
 	for _, sl := range b.slots {
 		if sl.consumer != c {

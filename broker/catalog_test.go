@@ -8,6 +8,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
 	"github.com/stretchr/testify/require"
 
 	"github.com/gpu-broker/caddy-gpu-broker/config"
@@ -59,6 +60,62 @@ func listing(t *testing.T, starts bool) (*world, *lister) {
 	w.gen.Lifecycles["m"] = d
 	require.NoError(t, w.Push(w.gen))
 	return w, d
+}
+
+// Only a name that is none of ours, with a digest by which it may be one, is worth a question.
+func TestWhichLoadedModelsTheCatalogIsAskedAbout(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w, _ := listing(t, false)
+		defer w.Close()
+		for name, c := range map[string]struct {
+			m    lifecycle.Model
+			asks bool
+		}{
+			"one of ours":                {lifecycle.Model{Name: "a"}, false},
+			"one of ours, with a digest": {lifecycle.Model{Name: "a", Digest: "1"}, false},
+			"another":                    {lifecycle.Model{Name: "b"}, false},
+			"another, with a digest":     {lifecycle.Model{Name: "b", Digest: "1"}, true},
+		} {
+			require.Equal(t, c.asks, w.strange("m", []lifecycle.Model{c.m}), name)
+		}
+		require.False(t, w.strange("nobody", []lifecycle.Model{{Name: "b", Digest: "1"}}))
+	})
+}
+
+// impatient notes how long its unload may take.
+type impatient struct {
+	*supervised
+	may time.Duration
+}
+
+func (d *impatient) Open(deps lifecycle.Deps) (lifecycle.Driver, error) { d.deps = deps; return d, nil }
+func (d *impatient) Unload(ctx context.Context, t lifecycle.Target) (bool, error) {
+	if until, ok := ctx.Deadline(); ok {
+		d.may = time.Until(until)
+	}
+	return d.supervised.Unload(ctx, t)
+}
+
+// One that the driver starts is asked by its own route, then stopped: each may take its time.
+func TestHowLongAnUnloadMayTake(t *testing.T) {
+	for starts, want := range map[bool]time.Duration{false: 7 * time.Second, true: 2*7*time.Second + time.Minute} {
+		synctest.Test(t, func(t *testing.T) {
+			w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+			defer w.Close()
+			c := server("m", 2*gpu.GiB)
+			c.UnloadTimeout = caddy.Duration(7 * time.Second)
+			w.gen = w.generation(t, nil, c)
+			traits := everything
+			traits.Starts = starts
+			w.servers["m"].traits = traits
+			d := &impatient{supervised: &supervised{fakeServer: w.servers["m"]}}
+			w.gen.Lifecycles["m"] = d
+			require.NoError(t, w.Push(w.gen))
+			w.serves(t, "m")
+			require.NoError(t, w.UnloadByHand(t.Context(), "m", false))
+			require.Equal(t, want, d.may)
+		})
+	}
 }
 
 func TestWhatIsKnownOfAModelWithoutAskingItsServer(t *testing.T) {

@@ -69,7 +69,7 @@ func (sl *slot) loadedSince(since time.Time) time.Duration {
 	return max(0, sl.loadEnded.Sub(began))
 }
 
-// has says whether the consumer has a driver of this key, or is to have it next.
+// has reports whether the consumer has a driver of this key, or is to have it next.
 func (c *consumer) has(key string) bool {
 	return c.driver != nil && c.key == key && !c.closing || c.next != nil && c.next.key == key
 }
@@ -104,19 +104,19 @@ func (c *consumer) findUpstream() {
 	}
 }
 
-// runs says whether the driver has a server running that it would have to stop.
+// runs reports whether the driver has a server running that it would have to stop.
 func (c *consumer) runs() bool {
 	sup, ok := c.driver.(lifecycle.Supervisor)
 	return ok && sup.Running()
 }
 
-// endedWell says whether the driver's server, which has ended, has not failed.
+// endedWell reports whether the driver's server, which has ended, has not failed.
 func (c *consumer) endedWell() bool {
 	r, ok := c.driver.(lifecycle.Restarter)
 	return ok && !r.Failed()
 }
 
-// moves says whether the driver is about to start its server or to stop it: in a start it may not run yet. It holds mu.
+// moves reports whether the driver is about to start its server or to stop it: in a start it may not run yet. It holds mu.
 func (b *Broker) moves(c *consumer) bool {
 	return c.traits.Starts && slices.ContainsFunc(b.allSlots(c), func(sl *slot) bool {
 		v, known := b.state.Slot(sl.name)
@@ -227,10 +227,7 @@ func (b *Broker) slotConfig(sl *slot) scheduler.SlotConfig {
 	}
 	m := c.named(sl.model)
 	if m == nil {
-		m = &config.Model{Name: sl.model, VRAM: max(sl.size, 0)}
-		if sl.size <= 0 {
-			m.VRAM = cfg.VRAM
-		}
+		m = &config.Model{Name: sl.model, VRAM: sl.size} // 0: as its consumer
 		if v, known := b.state.Slot(sl.name); cfg.AutoModels && known && v.Measured > 0 {
 			m.VRAM = v.Measured
 		}
@@ -350,7 +347,7 @@ func (b *Broker) adopt(now time.Time, c *consumer, m lifecycle.Model, asked bool
 	return sl
 }
 
-// disown drops the adopted slots that hold nothing, and that nobody asks for. It says whether there were any. It holds mu.
+// disown drops the adopted slots that hold nothing, and that nobody asks for. It reports whether there were any. It holds mu.
 func (b *Broker) disown(c *consumer, loaded []lifecycle.Model) (changed bool) {
 	c.slots = slices.DeleteFunc(c.slots, func(sl *slot) bool {
 		if !sl.adopted || slices.ContainsFunc(loaded, func(m lifecycle.Model) bool { return c.traits.Names.Same(m.Name, sl.model) || c.holds(m) == sl }) {

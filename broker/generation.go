@@ -137,7 +137,7 @@ func (g *Generation) discard() {
 	}
 }
 
-// Knows says whether there is a consumer of this name.
+// Knows reports whether there is a consumer of this name.
 func (b *Broker) Knows(consumer string) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -239,7 +239,7 @@ func checkTraits(cfg *config.Broker, cc *config.Consumer, t lifecycle.Traits) er
 	return nil
 }
 
-// leaves says whether a consumer was removed, and may be gone at any moment. The caller holds mu.
+// leaves reports whether a consumer was removed, and may be gone at any moment. The caller holds mu.
 func (b *Broker) leaves(c *consumer) bool {
 	if b.slotless(c) {
 		return false

@@ -44,7 +44,7 @@ func (b *Broker) settle() {
 	}
 }
 
-// works says whether anything runs at the server of this name: at slots too that were removed, or whose name another has by now. It holds mu.
+// works reports whether anything runs at the server of this name: at slots too that were removed, or whose name another has by now. It holds mu.
 func (b *Broker) works(name string) bool {
 	c := b.consumers[name]
 	for _, sl := range b.slots {

@@ -91,3 +91,20 @@ func TestH8_WhatAQuietProcessHasLearntStaysWhileAnotherGoesOnSaving(t *testing.T
 		require.Contains(t, learnt, "busy")
 	})
 }
+
+func TestThatAnotherProcessWritesThereIsSaidOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		store := &fakeStore{}
+		one, logs := keeps(t, store, server("a", 4*gpu.GiB))
+		defer one.Close()
+		two, _ := keeps(t, store, server("b", 4*gpu.GiB))
+		defer two.Close()
+		for range 4 {
+			one.serves(t, "a")
+			two.serves(t, "b")
+			pass(saveEvery)
+			synctest.Wait()
+		}
+		require.Equal(t, 1, logs.FilterMessageSnippet("another Caddy").Len())
+	})
+}

@@ -220,7 +220,7 @@ func jsonPath(s string) (string, error) {
 	return s, nil
 }
 
-// isPlaceholder says whether s holds a placeholder that Caddy expands when it runs.
+// isPlaceholder reports whether s holds a placeholder that Caddy expands when it runs.
 func isPlaceholder(s string) bool {
 	return strings.Contains(s, "{") && strings.Contains(s, "}")
 }

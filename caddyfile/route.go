@@ -194,7 +194,7 @@ func (r *Route) Check() error {
 	return errors.Join(faults...)
 }
 
-// CheckNames says whether the route names a consumer, or where requests name one, and whether all that it names are
+// CheckNames reports whether the route names a consumer, or where requests name one, and whether all that it names are
 // among consumers. Its error holds all faults.
 func (r *Route) CheckNames(consumers []string) error {
 	var faults []error
@@ -215,7 +215,7 @@ func (r *Route) CheckNames(consumers []string) error {
 	return errors.Join(faults...)
 }
 
-// ReadsBody says whether the bodies of requests are looked into.
+// ReadsBody reports whether the bodies of requests are looked into.
 func (r *Route) ReadsBody() bool { return r.bodyReader() != "" }
 
 // bodyReader is the word for which the bodies of requests are looked into, or "".

@@ -119,19 +119,19 @@ func (b *Broker) StayWarmOf(category string) time.Duration {
 	return time.Duration(valueOr(b.IdleTimeout, caddy.Duration(DefaultIdleTimeout)))
 }
 
-// OnlyLowerVictims says whether only models last used at a lower priority than a request's are unloaded for it.
+// OnlyLowerVictims reports whether only models last used at a lower priority than a request's are unloaded for it.
 func (b *Broker) OnlyLowerVictims() bool { return b.VictimPriority == VictimLower }
 
-// HeadersOn says whether responses tell of waiting times and the consumer.
+// HeadersOn reports whether responses tell of waiting times and the consumer.
 func (b *Broker) HeadersOn() bool { return b.Headers != Off }
 
-// IsEnabled says whether the consumer is served.
+// IsEnabled reports whether the consumer is served.
 func (c *Consumer) IsEnabled() bool { return c.Enabled != Off }
 
 // WorksOn reports whether the consumer's server goes on working on a request whose client has left.
 func (c *Consumer) WorksOn() bool { return c.StopsWhenLeft == Off }
 
-// NeedsLock says whether the consumer's requests compute under the GPU's lock.
+// NeedsLock reports whether the consumer's requests compute under the GPU's lock.
 func (c *Consumer) NeedsLock() bool { return c.Lock != LockNone }
 
 // fillDefaults gives a value to every setting of the broker that has none,
@@ -201,7 +201,7 @@ func (c *Consumer) Idle() time.Duration { return time.Duration(valueOr(c.IdleTim
 // LongestRun is MaxRun; 0: no bound.
 func (c *Consumer) LongestRun() time.Duration { return time.Duration(valueOr(c.MaxRun, 0)) }
 
-// OwnIdleTimeout says whether its IdleTimeout is its own, not its category's or the broker's.
+// OwnIdleTimeout reports whether its IdleTimeout is its own, not its category's or the broker's.
 func (c *Consumer) OwnIdleTimeout() bool { return !c.sharedIdle }
 
 func fill[T comparable](field *T, value T) {

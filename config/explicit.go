@@ -101,7 +101,7 @@ var consumerFields = func() map[string]int {
 	return fields
 }()
 
-// isEmpty says whether "omitempty" leaves v out.
+// isEmpty reports whether "omitempty" leaves v out.
 func isEmpty(v reflect.Value) bool {
 	if v.Kind() == reflect.Slice {
 		return v.Len() == 0

@@ -13,7 +13,7 @@ import (
 // MaxModelName is the greatest length of a model's name, in bytes.
 const MaxModelName = 256
 
-// HasModels says whether the consumer's models are loaded and unloaded each by itself.
+// HasModels reports whether the consumer's models are loaded and unloaded each by itself.
 func (c *Consumer) HasModels() bool { return len(c.Models) > 0 || c.AutoModels }
 
 // ServesUnnamed reports whether a consumer with models also serves those that the configuration does not name. It takes them to need its vram,

@@ -132,7 +132,7 @@ func withProtocol(raw json.RawMessage) (json.RawMessage, string, error) {
 	return out, DefaultProtocol, err
 }
 
-// isBareLifecycle says whether a lifecycle's JSON says nothing beyond the default protocol.
+// isBareLifecycle reports whether a lifecycle's JSON says nothing beyond the default protocol.
 func isBareLifecycle(raw json.RawMessage) bool {
 	both, protocol, err := withProtocol(raw)
 	if err != nil || protocol != DefaultProtocol {

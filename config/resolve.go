@@ -94,7 +94,7 @@ func (b *Broker) title(words ...string) string {
 	return faultlines.Title("gpu_broker", source)
 }
 
-// fillDefaultsAndCheck also says whether c has a lifecycle that there is.
+// fillDefaultsAndCheck also reports whether c has a lifecycle that there is.
 func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) (known bool) {
 	if c.explicit["concurrency"] {
 		f.add(who, "concurrency is 0: it must be at least 1; enabled off refuses all requests")
@@ -250,7 +250,7 @@ func (f *faults) add(who, format string, args ...any) {
 	f.list = append(f.list, faultlines.Prefix(who, fmt.Errorf(format, args...)))
 }
 
-// word says whether a word is among the allowed ones.
+// word reports whether a word is among the allowed ones.
 func (f *faults) word(who, field, found string, allowed []string) bool {
 	err := oneOf(field, found, allowed)
 	if err != nil {

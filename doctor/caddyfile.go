@@ -32,7 +32,7 @@ type writer struct {
 }
 
 // Caddyfile is a configuration for what was found. address is the site's;
-// empty: a port of this machine alone. check says whether a gpu_broker block
+// empty: a port of this machine alone. check reports whether a gpu_broker block
 // can be used: consumers of which it says no are written as comments.
 func (d *Discovery) Caddyfile(address string, check func(block string) error) string {
 	w := &writer{d: d, check: check, names: map[string]bool{}}

@@ -2,5 +2,5 @@
 
 package doctor
 
-// builtWithCgo says whether this program can use a library such as NVML.
+// builtWithCgo reports whether this program can use a library such as NVML.
 const builtWithCgo = true

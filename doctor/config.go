@@ -67,7 +67,7 @@ func settingOf(text string) string {
 	return text[:end]
 }
 
-// isFaulty says whether the configuration of a consumer has a fault: then what is known of it may be half of it.
+// isFaulty reports whether the configuration of a consumer has a fault: then what is known of it may be half of it.
 func (s *Site) isFaulty(consumer string) bool {
 	for _, fault := range s.Faults {
 		for _, m := range titled.FindAllStringSubmatch(fault.Error(), -1) {

@@ -100,7 +100,7 @@ func (s *Server) measure(f *facts, devices []gpu.Device) {
 	s.Measured = most
 }
 
-// comesFrom says whether a process is one of the servers, comes from one, or is in the same service or container.
+// comesFrom reports whether a process is one of the servers, comes from one, or is in the same service or container.
 func comesFrom(pid int, servers []int) bool {
 	if pid <= 0 {
 		return false

@@ -109,7 +109,7 @@ func (f *facts) judgeDevice(d gpu.Device, where string) (out []Finding) {
 	return out
 }
 
-// judgeProcesses says whether process numbers that the driver tells mean something here.
+// judgeProcesses reports whether process numbers that the driver tells mean something here.
 func judgeProcesses(f *facts) []Finding {
 	if f.host.hostPIDs || f.gpu.err != nil || ranks[f.gpu.name] == 0 || f.gpu.name == "static" {
 		return nil

@@ -114,7 +114,7 @@ func cards(folder string) (nvidia, amd bool) {
 	return nvidia, amd
 }
 
-// tryFolder says whether a folder can be written to, or be made. It makes none.
+// tryFolder reports whether a folder can be written to, or be made. It makes none.
 func tryFolder(path string) folder {
 	f := folder{path: path, blame: path}
 	for {

@@ -57,7 +57,7 @@ func (f *facts) outsiders(d gpu.Device) (out []gpu.Process) {
 	return out
 }
 
-// isOurs says whether a process is a consumer's server, or comes from one, or from Caddy.
+// isOurs reports whether a process is a consumer's server, or comes from one, or from Caddy.
 func (f *facts) isOurs(p gpu.Process) bool {
 	servers := map[int]bool{}
 	groups := map[string]bool{}

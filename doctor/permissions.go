@@ -74,12 +74,12 @@ func (s *Site) sockets() (out []string) {
 	return out
 }
 
-// socketFault says whether the socket that a consumer's lifecycle needs can't be opened.
+// socketFault reports whether the socket that a consumer's lifecycle needs can't be opened.
 func (f *facts) socketFault(c *config.Consumer) bool {
 	return f.sockets[readGuest(f.site.Lifecycles[c.Name]).socket()] != nil
 }
 
-// starts says whether a consumer has a lifecycle of that protocol.
+// starts reports whether a consumer has a lifecycle of that protocol.
 func (f *facts) starts(protocol string) bool {
 	return slices.ContainsFunc(f.site.consumers(), func(c *config.Consumer) bool { return protocolOf(f.site.Lifecycles[c.Name]) == protocol })
 }
@@ -171,7 +171,7 @@ func (f *facts) judgeCommand(c *config.Consumer, g guest) (out []Finding) {
 	return out
 }
 
-// judgeSpan says whether a range of ports has room for those that share it.
+// judgeSpan reports whether a range of ports has room for those that share it.
 func (f *facts) judgeSpan(span string, who []*config.Consumer) []Finding {
 	a, b, ranged := strings.Cut(span, "-")
 	if !ranged {

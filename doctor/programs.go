@@ -84,7 +84,7 @@ func (s listener) whose() program {
 	return program{}
 }
 
-// isCaddy says whether a program is a Caddy: the one that runs this, or one of that name.
+// isCaddy reports whether a program is a Caddy: the one that runs this, or one of that name.
 func isCaddy(p program) bool {
 	if p.pid == 0 {
 		return false

@@ -31,7 +31,7 @@ func judgeServers(f *facts) (out []Finding) {
 	return out
 }
 
-// strange says whether another kind of server answers than the preset is for.
+// strange reports whether another kind of server answers than the preset is for.
 func (f *facts) strange(c *config.Consumer, id Identity) bool {
 	return c.Preset != "" && !presets.IsFile(c.Preset) && id.Engine != "" && !mayStandFor(c.Preset, id.Engine)
 }
@@ -187,7 +187,7 @@ func judgeUnnamed(f *facts) (out []Finding) {
 	return out
 }
 
-// isWanted says whether a consumer looks for it elsewhere in vain: that was said there.
+// isWanted reports whether a consumer looks for it elsewhere in vain: that was said there.
 func (f *facts) isWanted(id Identity) bool {
 	for _, c := range f.site.consumers() {
 		if c.Preset == id.Engine && f.probes[c.Name].report.Outcome == lifecycle.Refused && f.probes[c.Name].traits.Health {

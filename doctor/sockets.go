@@ -148,13 +148,13 @@ func (l listeners) conflicting(host, port string) (out []listener) {
 	return out
 }
 
-// isOwn says whether host is an address of this machine.
+// isOwn reports whether host is an address of this machine.
 func (l listeners) isOwn(host string) bool {
 	address, err := netip.ParseAddr(host)
 	return err == nil && slices.Contains(l.own, address.Unmap())
 }
 
-// isLoopback says whether host is a loopback address, or the usual name of one.
+// isLoopback reports whether host is a loopback address, or the usual name of one.
 func isLoopback(host string) bool {
 	if host == "localhost" {
 		return true

@@ -7,7 +7,7 @@ import (
 	"go.uber.org/zap"
 )
 
-// Health says whether a device can be used. A device is lost only when its
+// Health reports whether a device can be used. A device is lost only when its
 // driver says so; telemetry that fails is another matter (a Sample's error)
 // and never turns a device into a lost one.
 type Health string

@@ -67,7 +67,7 @@ type Model struct {
 	Size     gpu.Bytes // all its memory, also what is not the GPU's; -1 if the server does not say
 }
 
-// Partly says whether some of the model is not on the GPU, as far as the server says.
+// Partly reports whether some of the model is not on the GPU, as far as the server says.
 func (m Model) Partly() bool { return m.Resident >= 0 && m.Size > m.Resident }
 
 // Errors that the scheduler must tell apart. Drivers wrap them.
@@ -156,9 +156,9 @@ type Supervisor interface {
 	// Upstream is the host:port at which the server of the latest start listens;
 	// empty: it is the one in Deps, or none has started.
 	Upstream() string
-	// Running says whether the server runs, loaded or not, as far as the driver knows without asking.
+	// Running reports whether the server runs, loaded or not, as far as the driver knows without asking.
 	Running() bool
-	// Owns says whether a process of this host is the server or one of its children.
+	// Owns reports whether a process of this host is the server or one of its children.
 	Owns(pid int) bool
 	// State is for people.
 	State() State
@@ -166,11 +166,11 @@ type Supervisor interface {
 
 // Restarter is a Supervisor that says what is to be done when its server has died.
 type Restarter interface {
-	// RestartOnFailure says whether it is started again though nobody asks for it.
+	// RestartOnFailure reports whether it is started again though nobody asks for it.
 	RestartOnFailure() bool
 	// MaxRestarts is how often in a row.
 	MaxRestarts() int
-	// Failed says whether its latest server has ended by a failure: one that has done what it was to do is not started again.
+	// Failed reports whether its latest server has ended by a failure: one that has done what it was to do is not started again.
 	Failed() bool
 }
 

@@ -131,7 +131,7 @@ func textOf(raw json.RawMessage) (s string) {
 	return s
 }
 
-// excuse says whether a valid document may be refused: it is too deep, cut at too many places, or a field is not what it should be.
+// excuse reports whether a valid document may be refused: it is too deep, cut at too many places, or a field is not what it should be.
 func excuse(text []byte, doc map[string]json.RawMessage) bool {
 	depth, deepest := 0, 0
 	decoder := json.NewDecoder(bytes.NewReader(text))

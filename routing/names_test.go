@@ -85,6 +85,12 @@ func TestN3_APatternOfTwoConsumersIsAnErrorThatNamesBothPlaces(t *testing.T) {
 	}
 	_, err := NewNames([]Named{{Consumer: "a", Model: "m", Aliases: []string{"x-*", "x-*", "X-*"}, Same: strings.EqualFold}})
 	require.NoError(t, err)
+	same := []string{"m-*"}
+	for range maxPatterns {
+		same = append(same, "m-*")
+	}
+	_, err = NewNames([]Named{{Consumer: "a", Aliases: same}}) // one pattern, however often it is written
+	require.NoError(t, err)
 	var many []string
 	for i := range maxPatterns + 1 {
 		many = append(many, strconv.Itoa(i)+"-*")

@@ -287,7 +287,7 @@ func TestMetadataIsTyped(t *testing.T) {
 		require.True(t, facts.HasPriority)
 		require.Equal(t, want, facts.Priority, text)
 	}
-	for text, want := range map[string]time.Duration{"0": 0, "86400": MaxDuration, "86401": MaxDuration, "1e400": MaxDuration, `"1e9"`: MaxDuration, "0.001": time.Millisecond} {
+	for text, want := range map[string]time.Duration{"0": 0, "86400": 24 * time.Hour, "86401": 24 * time.Hour, "1e400": MaxDuration, `"1e9"`: MaxDuration, "0.001": time.Millisecond} {
 		facts, _, err = peekAt(t, trusted, jsonType, `{"x_stay_warm":`+text+`}`)
 		require.NoError(t, err, text)
 		require.Equal(t, want, facts.StayWarm, text)

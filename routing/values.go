@@ -116,7 +116,7 @@ func (v value) number(field string) (n float64, said bool, _ error) {
 	return n, true, nil
 }
 
-// isNumber says whether text is a number as JSON writes it, so not a word such as NaN, nor one in hexadecimal.
+// isNumber reports whether text is a number as JSON writes it, so not a word such as NaN, nor one in hexadecimal.
 func isNumber(text string) bool {
 	return text != "" && (text[0] == '-' || '0' <= text[0] && text[0] <= '9') && json.Valid([]byte(text))
 }

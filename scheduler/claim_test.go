@@ -276,6 +276,28 @@ func TestK9_ARaisedClaimSettlesForWhatUnloadsBringBack(t *testing.T) {
 	require.Equal(t, 9000*gpu.MiB, f.slot("a").Claim, "what was seen of it is not forgotten for that")
 }
 
+// What it left behind itself, and will use again, is part of what it can have.
+func TestK9_ARaisedClaimSettlesForWhatIsThereAndWhatItHoldsItself(t *testing.T) {
+	f := given(t, 16384, server("a", 4096, func(c *SlotConfig) { c.Residual = 500 * gpu.MiB }), server("v", 7000, pinned))
+	h := f.submit("a")
+	f.loaded("a")
+	measured := func(mib gpu.Bytes) { f.cards[0].Measured = map[string]gpu.Bytes{"a": mib * gpu.MiB} }
+	measured(9200)
+	f.use(9200)
+	f.release(h)
+	f.step(Unload{Slot: "a"})
+	measured(500)
+	f.evicted("a", 8700)
+	f.look(time.Second)
+	f.requireState("a", Idle)
+	f.warm("v", 7000)
+	f.advance(time.Minute)
+	f.sample()
+	f.submit("a")
+	f.requireState("a", Loading)
+	require.EqualValues(t, 16384-7000-256, f.booking("a"))
+}
+
 func TestK9_ARaisedClaimIsNotWhatConflictsAreAbout(t *testing.T) {
 	f := given(t, 16384, server("a", 4096, func(c *SlotConfig) { c.Conflicts = []string{"v"} }), server("v", 1000, pinned))
 	f.cycle("a", 9000)

@@ -65,7 +65,7 @@ func (s *State) clientRests(now time.Time, r restKey) bool {
 	return len(s.resting.until) > 0 && s.cfg.Mode != Passthrough && now.Before(s.resting.until[r])
 }
 
-// rests says whether a job has to wait for the rest of its client. What runs elsewhere never waits.
+// rests reports whether a job has to wait for the rest of its client. What runs elsewhere never waits.
 func (s *State) rests(now time.Time, j *job) bool {
 	return !j.slot.cfg.Cloud && s.clientRests(now, j.restKey())
 }
@@ -123,7 +123,7 @@ func (r *rests) clients() []restKey {
 	return slices.SortedFunc(maps.Keys(r.parked), restKey.compare)
 }
 
-// prune forgets those that have rested, once a second at most, and says whether there is room for another.
+// prune forgets those that have rested, once a second at most, and reports whether there is room for another.
 func (r *rests) prune(now time.Time) bool {
 	if now.Sub(r.pruned) < time.Second {
 		return false

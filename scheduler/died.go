@@ -58,10 +58,10 @@ func (s *State) booksAllow(sl *slot) bool {
 	return known && allow
 }
 
-// alive says whether nothing speaks for it that the server of the slot has died.
+// alive reports whether nothing speaks for it that the server of the slot has died.
 func (sl *slot) alive() bool { return sl.dead == "" && sl.suspect.IsZero() }
 
-// mayLoadUnasked says whether a slot may be loaded that nobody asks for.
+// mayLoadUnasked reports whether a slot may be loaded that nobody asks for.
 func (s *State) mayLoadUnasked(sl *slot) bool {
 	return s.sampled && sl.state == Idle && !sl.gone && !sl.lent && !sl.cfg.Stale && !sl.gate.closed && sl.cfg.CanLoad && sl.health == healthGood && s.refusesNew(sl, sl.cfg.Name) == nil
 }

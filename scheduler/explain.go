@@ -85,7 +85,7 @@ func (s *State) Explain(now time.Time, slotName string, priority int) Explanatio
 	return out
 }
 
-// runsNow says whether a job that is in its slot's queue would be admitted at once.
+// runsNow reports whether a job that is in its slot's queue would be admitted at once.
 func (s *State) runsNow(sl *slot, j *job) bool {
 	open := s.open(sl, j) || sl.state == Ready && sl.gate.idle && sl.alive() && !sl.lent && sl.health == healthGood && sl.hasPlace(j) // that gate opens for it
 	if !open || sl.queue.head() != j || !s.lockFree(sl) {
@@ -103,7 +103,7 @@ func (s *State) runsNow(sl *slot, j *job) bool {
 	return s.mayOvertake(sl, earlier)
 }
 
-// explainCold is the part of a slot that is not loaded. The request is in its queue, in thought.
+// explainCold is the part of a slot that is not loaded. The request has been put into its queue, hypothetically.
 func (s *State) explainCold(now time.Time, t *slot, out *Explanation) {
 	out.Need, out.Avail = s.needOf(t)
 	out.Outcome = "waits"

@@ -137,6 +137,37 @@ func TestExplainKnowsThatUnloadsDidNotHelp(t *testing.T) {
 	f.requireState("v3", Ready)
 }
 
+func TestAnUnloadThatBringsBackLessThanHalfIsNamedInTheRefusal(t *testing.T) {
+	for back, named := range map[gpu.Bytes]bool{4000: false, 3999: true} {
+		f := given(t, 16384, server("v", 8000), server("t", 14000))
+		f.warm("v", 8000)
+		f.advance(time.Minute)
+		h := f.submit("t")
+		f.evicted("v", back)
+		for f.slot("v").State == Stopping {
+			f.look(time.Second)
+		}
+		for range 30 {
+			f.look(time.Second)
+		}
+		unloads := f.requireRefused(h, VRAMExhausted).Detail.Unloads
+		require.Equal(t, named, len(unloads) > 0, "%d came back: %v", back, unloads)
+	}
+}
+
+func TestTheQueueShowsThoseWhoCameAtTheSameTimeInTheOrderOfTheConfiguration(t *testing.T) {
+	f := given(t, 16384, lazyServer("v", 10000), server("a", 10000), server("b", 10000))
+	f.warm("v", 10000)
+	f.submit("v")
+	f.submit("b")
+	f.submit("a")
+	var names []string
+	for _, w := range f.s.Snapshot(f.now).Queue {
+		names = append(names, w.Slot)
+	}
+	require.Equal(t, []string{"a", "b"}, names)
+}
+
 func TestExplainKnowsTheCapOfTheQueue(t *testing.T) {
 	f := given(t, 16384, lazyServer("v", 10000), lazyServer("free", 4000, lockNone))
 	f.warm("v", 10000)

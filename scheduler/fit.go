@@ -8,7 +8,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/gpu"
 )
 
-// sheet is the account of one GPU as it is, or as it would be in thought.
+// sheet is the memory account of one GPU, actual or hypothetical.
 type sheet struct {
 	card    Card
 	entries []Entry
@@ -81,7 +81,7 @@ func (sh *sheet) add(c *card, sl *slot) bool {
 	return true
 }
 
-// holdsAnything says whether there is something to account for, of a slot that is not loaded.
+// holdsAnything reports whether there is something to account for, of a slot that is not loaded.
 func (sl *slot) holdsAnything() bool {
 	for _, h := range sl.on {
 		if h.residue != 0 || h.hasMeas {
@@ -118,7 +118,7 @@ func (s *State) lookAround() {
 	s.planning = true
 }
 
-// without unloads slots in thought: each leaves behind what it left before.
+// without unloads slots hypothetically: each leaves behind what it left before.
 func (sh *sheet) without(s *State, gone []*slot) {
 	if len(gone) == 0 {
 		return
@@ -165,10 +165,10 @@ func (s *State) cushion(c *card) gpu.Bytes {
 	}
 }
 
-// fits says whether the target could be loaded as things are.
+// fits reports whether the target could be loaded as things are.
 func (s *State) fits(t *slot) bool { return s.fitsAfter(t) }
 
-// fitsAfter says whether it could be, were some slots unloaded.
+// fitsAfter reports whether it could be, were some slots unloaded.
 func (s *State) fitsAfter(t *slot, gone ...*slot) bool {
 	if len(t.cfg.Conflicts) > 0 || s.conflicts {
 		for _, v := range s.around() {
@@ -214,7 +214,7 @@ func (s *State) needOf(t *slot) (need, avail gpu.Bytes) {
 	return need, avail
 }
 
-// neverFits is the first row of accounting §3: no unload of the world would make room.
+// neverFits refuses a claim that no set of evictions could satisfy: the first row of accounting §3.
 func (s *State) neverFits(t *slot) *Refusal {
 	for _, h := range t.on {
 		c := s.card(h.card)

@@ -116,7 +116,7 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 	}
 }
 
-// mayMove says whether no other slot loads or unloads on the slot's GPUs (accounting §4).
+// mayMove reports whether no other slot loads or unloads on the slot's GPUs (accounting §4).
 func (s *State) mayMove(v *slot) bool {
 	for _, h := range v.on {
 		if o := s.transition(h.card); o != nil && o != v {
@@ -558,7 +558,7 @@ func (s *State) retire(now time.Time, sl *slot) {
 	}
 }
 
-// succeeded says whether other slots have taken the place of a removed one at the same server: a consumer
+// succeeded reports whether other slots have taken the place of a removed one at the same server: a consumer
 // has got models, or has them no more. What is loaded there is theirs now, and not to be unloaded with this one.
 func (s *State) succeeded(sl *slot) bool {
 	return sl.gone && slices.ContainsFunc(s.slots, func(o *slot) bool {
@@ -566,7 +566,7 @@ func (s *State) succeeded(sl *slot) bool {
 	})
 }
 
-// worksBefore says whether a removed slot works whose place at the same server this one has taken: its work would be cut with an unload.
+// worksBefore reports whether a removed slot works whose place at the same server this one has taken: its work would be cut with an unload.
 func (s *State) worksBefore(sl *slot) bool {
 	return slices.ContainsFunc(s.slots, func(o *slot) bool {
 		return o.gone && o.busy() && (o.cfg.Consumer == sl.cfg.Name || sl.cfg.Consumer == o.cfg.Name)

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// idles says whether the slot is one that goes when nobody uses it, and nobody
+// idles reports whether the slot is one that goes when nobody uses it, and nobody
 // does just now (spec §5.1).
 func (s *State) idles(sl *slot) bool {
 	return s.cfg.Mode == Evicting && s.cfg.IdleUnload != IdleOff && sl.cfg.IdleTimeout > 0 && !sl.cfg.Cloud && !sl.pinned() && sl.cfg.CanUnload &&
@@ -23,7 +23,7 @@ func (s *State) idleEnd(sl *slot) time.Time {
 	return later(sl.idleAt.Add(max(timeout, sl.cfg.KeepAlive)), sl.keep)
 }
 
-// idleOver says whether an idle slot is to be unloaded now.
+// idleOver reports whether an idle slot is to be unloaded now.
 func (s *State) idleOver(now time.Time, sl *slot) bool {
 	return s.cfg.IdleUnload == IdleOn && s.idles(sl) && sl.health == healthGood && !now.Before(s.idleEnd(sl))
 }

@@ -133,7 +133,7 @@ func (c *idleCheck) remembered(k *checker, sl *slot) {
 	}
 }
 
-// mayGo says whether the slot is one that goes once it has been idle for long enough.
+// mayGo reports whether the slot is one that goes once it has been idle for long enough.
 func (c *idleCheck) mayGo(w *world, sl *slot) bool {
 	cfg := sl.cfg
 	return w.s.cfg.Mode == Evicting && w.s.cfg.IdleUnload == IdleOn && cfg.IdleTimeout > 0 && !w.check.rules.pinned(sl) && cfg.CanUnload && (!cfg.VRAMManaged || cfg.OwnIdle) &&

@@ -66,7 +66,7 @@ func (s *State) full(waiting, bulk int, j *job) *Refusal {
 	return &Refusal{Code: QueueFull, RetryAfter: 5 * time.Second, Message: msg}
 }
 
-// free says whether a job could run at once.
+// free reports whether a job could run at once.
 func (s *State) free(now time.Time, sl *slot, e *Submit) bool {
 	if sl == nil || s.waiting > 0 && !sl.cfg.Cloud || s.refusesNew(sl, e.Slot) != nil {
 		return false
@@ -129,19 +129,19 @@ func (s *State) knownGPUs() string {
 	return fmt.Sprintf("there are %s and %s only", strings.Join(there[:len(there)-1], ", "), there[len(there)-1])
 }
 
-// open says whether a job of the slot could run now, were the lock free.
+// open reports whether a job of the slot could run now, were the lock free.
 func (s *State) open(sl *slot, j *job) bool {
 	return s.cfg.Mode == Passthrough || sl.cfg.Cloud ||
 		!sl.lent && sl.alive() && sl.state == Ready && !sl.gate.closed && sl.health == healthGood && sl.hasPlace(j)
 }
 
-// hasPlace says whether one more job may run on the slot. Putting work into the
+// hasPlace reports whether one more job may run on the slot. Putting work into the
 // queue of an async server is not bounded (spec §12.3).
 func (sl *slot) hasPlace(j *job) bool {
 	return sl.cfg.Async || sl.active < sl.cfg.Concurrency && (!j.bulk || sl.bulk < sl.cfg.Concurrency-sl.cfg.Reserved)
 }
 
-// lockFree says whether nobody else computes on the slot's GPUs.
+// lockFree reports whether nobody else computes on the slot's GPUs.
 func (s *State) lockFree(sl *slot) bool {
 	if sl.cfg.LockNone || sl.cfg.Cloud || s.cfg.Mode == Passthrough {
 		return true
@@ -362,7 +362,7 @@ func (sl *slot) settle(now time.Time) {
 	}
 }
 
-// settledOn says whether what the slot has taken of a GPU is in the last look
+// settledOn reports whether what the slot has taken of a GPU is in the last look
 // at it: one from before its first job ended may not have seen it all.
 func (sl *slot) settledOn(c *card) bool {
 	return sl.settled && (!c.Known || !c.seenAt.Before(sl.settledAt))

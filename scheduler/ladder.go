@@ -22,12 +22,12 @@ func (s *State) Choose(now time.Time, candidates []string, pinPrimary bool) stri
 	return candidates[0]
 }
 
-// takes says whether jobs for a slot are let in at all; nil stands for one that there is not.
+// takes reports whether jobs for a slot are let in at all; nil stands for one that there is not.
 func (s *State) takes(sl *slot) bool {
 	return sl != nil && !sl.gone && s.refusesNew(sl, sl.cfg.Name) == nil
 }
 
-// isWarm says whether a job for a slot waits for nothing but its turn.
+// isWarm reports whether a job for a slot waits for nothing but its turn.
 func (s *State) isWarm(sl *slot) bool {
 	switch {
 	case !s.takes(sl):
@@ -41,7 +41,7 @@ func (s *State) isWarm(sl *slot) bool {
 	}
 }
 
-// loadable says whether a cold slot is being loaded, or could be with nothing unloaded for it.
+// loadable reports whether a cold slot is being loaded, or could be with nothing unloaded for it.
 func (s *State) loadable(now time.Time, sl *slot) bool {
 	if s.cfg.Mode != Evicting || !s.takes(sl) || sl.cfg.Stale || sl.health != healthGood || sl.gate.closed || now.Before(sl.coolUntil) || s.lentOn(now, sl) {
 		return false

@@ -80,7 +80,7 @@ func (s *State) setPin(now time.Time, e SetPin) {
 	}
 }
 
-// pinned says whether the slot is never to be unloaded: by what was said by
+// pinned reports whether the slot is never to be unloaded: by what was said by
 // hand, else by the configuration.
 func (sl *slot) pinned() bool {
 	if sl.pin != nil {

@@ -113,7 +113,7 @@ func sum(of map[string]gpu.Bytes) (n gpu.Bytes) {
 	return n
 }
 
-// unload takes a slot away in thought: what it left behind before stays.
+// unload takes a slot away hypothetically: what it left behind before stays.
 func (m *model) unload(sl *slot) {
 	delete(m.foes, sl.cfg.Name)
 	b, on := m.booked[sl.cfg.Name]

@@ -299,7 +299,7 @@ func (s *State) cardOf(uuid string) *card {
 	return nil
 }
 
-// unsettled says whether a hand-over is under way, so that memory matters at once.
+// unsettled reports whether a hand-over is under way, so that memory matters at once.
 func (s *State) unsettled() bool {
 	for _, sl := range s.slots {
 		if sl.stop.called || sl.gate.closed || sl.gone {
@@ -416,7 +416,7 @@ func (sl *slot) rebase(c *card) {
 	}
 }
 
-// stoppingOn says whether a slot of the GPU is being unloaded.
+// stoppingOn reports whether a slot of the GPU is being unloaded.
 func (s *State) stoppingOn(c *card) bool {
 	return slices.ContainsFunc(s.slots, func(sl *slot) bool { return sl.state == Stopping && sl.hold(c.Index) != nil })
 }
@@ -431,10 +431,10 @@ func (s *State) ledger(c *card, of *slot) (Ledger, int) {
 	return l, at
 }
 
-// doubtful says whether memory has moved since the last look at it, to nobody knows where.
+// doubtful reports whether memory has moved since the last look at it, to nobody knows where.
 func (c *card) doubtful() bool { return c.Known && c.seenAt.Before(c.doubt) }
 
-// FastSampling says whether somebody waits to see memory move, so that samples
+// FastSampling reports whether somebody waits to see memory move, so that samples
 // should come as fast as the sampler can.
 func (s *State) FastSampling() bool {
 	for _, sl := range s.slots {

@@ -18,7 +18,7 @@ const (
 )
 
 // admitReady is rules 1 and 7 of the policy: who runs among those that are
-// loaded. It says whether anybody was admitted.
+// loaded. It reports whether anybody was admitted.
 func (s *State) admitReady(now time.Time) (progress bool) {
 	for s.admitOne(now) {
 		progress = true
@@ -79,12 +79,12 @@ func (s *State) mayOvertake(sl *slot, earlier []*slot) bool {
 	return true
 }
 
-// share says whether two slots need a lock in common.
+// share reports whether two slots need a lock in common.
 func (s *State) share(a, b *slot) bool {
 	return s.cfg.LockGlobal || overlap(a, b)
 }
 
-// overlap says whether two slots are on a GPU in common.
+// overlap reports whether two slots are on a GPU in common.
 func overlap(a, b *slot) bool {
 	return slices.ContainsFunc(a.on, func(h *holding) bool { return b.hold(h.card) != nil })
 }
@@ -97,11 +97,11 @@ func order(a, b *job) int {
 	return a.submitted.Compare(b.submitted)
 }
 
-// cold says whether the slot is a target once jobs wait for it.
+// cold reports whether the slot is a target once jobs wait for it.
 func (sl *slot) cold() bool { return sl.state == Idle || sl.state == Unknown }
 
 // plan serves the cold targets in the order (priority, age): it starts their
-// loads, closes gates, or says why they wait. It says whether jobs may be admitted now that could not before.
+// loads, closes gates, or says why they wait. It reports whether jobs may be admitted now that could not before.
 func (s *State) plan(now time.Time) (progress bool) {
 	if s.waiting == 0 || s.cfg.Mode != Evicting {
 		return false
@@ -289,7 +289,7 @@ func (s *State) spent(t *slot) bool {
 	return n > 0 && n >= t.want.planned+s.cfg.MaxEvictions
 }
 
-// abandonedFor says whether the load of o is to be broken off for t: nobody
+// abandonedFor reports whether the load of o is to be broken off for t: nobody
 // waits for it any more, and t needs its room.
 func (s *State) abandonedFor(now time.Time, t, o *slot) bool {
 	may := s.permitsNow(now, t)
@@ -337,7 +337,7 @@ func (s *State) holdUp(now time.Time, t *slot) string {
 	return ""
 }
 
-// mayEnter says whether the first job of a lazy slot can have the lock. It is
+// mayEnter reports whether the first job of a lazy slot can have the lock. It is
 // admitted in the step that loads the slot, so its turn comes as for a loaded one.
 func (s *State) mayEnter(t *slot) bool {
 	if t.cfg.LockNone {

@@ -1,6 +1,6 @@
 package scheduler
 
-// Knows says whether a job waits or runs.
+// Knows reports whether a job waits or runs.
 func (s *State) Knows(id JobID) bool { return s.jobs.get(id) != nil }
 
 // maxPosition bounds what Position counts.

@@ -45,7 +45,7 @@ func (s *State) beginRestore(now time.Time, sl *slot, idle time.Time) {
 	s.decide(Decision{At: now, Kind: "restore", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: fmt.Sprintf("its GPU has been idle for %s", Rounded(now.Sub(idle)))})
 }
 
-// givesWayIdle says whether an idle slot may be unloaded for one that is restored.
+// givesWayIdle reports whether an idle slot may be unloaded for one that is restored.
 func (s *State) givesWayIdle(now time.Time, t, v *slot) bool {
 	return s.permitted(t, v) && v.state == Ready && !v.gate.closed && !v.busy() && v.queue.count == 0 && v.parked == 0 &&
 		s.due(now, later(v.retryAt, s.keptUntil(v))) &&

@@ -348,7 +348,7 @@ const recheck = 5 * time.Second
 
 func (s *State) wakeBy(at time.Time) { s.wake = earlier(s.wake, at) }
 
-// due says whether at has come; if not, Step will be woken then.
+// due reports whether at has come; if not, Step will be woken then.
 func (s *State) due(now, at time.Time) bool {
 	if !now.Before(at) {
 		return true
@@ -456,7 +456,7 @@ func (sl *slot) hold(index int) *holding {
 	return nil
 }
 
-// busy says whether the slot computes, as far as its jobs tell.
+// busy reports whether the slot computes, as far as its jobs tell.
 func (sl *slot) busy() bool { return sl.active+sl.held > 0 }
 
 // owner is who computes on a GPU: the holder of its lock.

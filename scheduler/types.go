@@ -15,7 +15,7 @@ const (
 	Unknown  SlotState = iota // residency can't be told yet
 	Idle                      // not loaded
 	Loading                   // being loaded
-	Ready                     // loaded; its gate says whether jobs may enter
+	Ready                     // loaded; its gate reports whether jobs may enter
 	Stopping                  // being unloaded, or waiting for its memory to come back
 )
 
@@ -124,7 +124,7 @@ type SlotConfig struct {
 	CanLoad, CanUnload, CanProbe, CanTell, CanBusy bool
 }
 
-// listed says whether a list of consumers and slots has the slot.
+// listed reports whether a list of consumers and slots has the slot.
 func (c *SlotConfig) listed(list []string) bool {
 	return slices.Contains(list, c.Name) || c.Consumer != "" && slices.Contains(list, c.Consumer)
 }

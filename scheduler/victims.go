@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// permitted says whether v may ever be unloaded for t, whatever it does now (spec §3.2).
+// permitted reports whether v may ever be unloaded for t, whatever it does now (spec §3.2).
 func (s *State) permitted(t, v *slot) bool {
 	return !s.cfg.ObserveEvictions && s.candidate(t, v)
 }
@@ -23,7 +23,7 @@ func (s *State) protects(t, v *slot) string {
 	return s.shields(t, v)
 }
 
-// conflict says whether two slots may never be resident together (spec §3.2).
+// conflict reports whether two slots may never be resident together (spec §3.2).
 func conflict(a, b *slot) bool {
 	if a.cfg.TurnOnly || b.cfg.TurnOnly { // never resident
 		return false
@@ -51,7 +51,7 @@ func (s *State) shields(t, v *slot) string {
 	}
 }
 
-// lower says whether what v was last used for is less urgent than what t is wanted for.
+// lower reports whether what v was last used for is less urgent than what t is wanted for.
 func (s *State) lower(t, v *slot) bool {
 	first, used := t.queue.first(), v.used()
 	if v.gate.closed && v.gate.target == t { // who comes meanwhile can't undo it
@@ -63,7 +63,7 @@ func (s *State) lower(t, v *slot) bool {
 	return (!used || v.lastPrio > first.priority) && (v.queue.count == 0 || v.queue.first().priority > first.priority)
 }
 
-// used says whether a job of the slot was ever admitted.
+// used reports whether a job of the slot was ever admitted.
 func (sl *slot) used() bool { return !sl.lastUse.IsZero() || sl.busy() }
 
 // claimant is a cold target with what it goes by against others.
@@ -89,12 +89,12 @@ func (t claimant) against(v *slot) (since time.Time, wants time.Duration, urgent
 	return t.age, t.bound, false
 }
 
-// overdue says whether a cold target has waited for as long as warm jobs may overtake it.
+// overdue reports whether a cold target has waited for as long as warm jobs may overtake it.
 func (s *State) overdue(now time.Time, t *slot) bool {
 	return s.due(now, t.ageStart().Add(s.bound(t)))
 }
 
-// mayReserve says whether a target that could take the memory of some may keep others from it: it is
+// mayReserve reports whether a target that could take the memory of some may keep others from it: it is
 // overdue, or would be by the priority clause (policy rule 5).
 func (s *State) mayReserve(now time.Time, t *slot, could []*slot) bool {
 	c := s.claimant(t)
@@ -210,7 +210,7 @@ func evictOrder(a, b *slot) int {
 	return a.lastUse.Compare(b.lastUse)
 }
 
-// anyVictim says whether something could go for t, now or later.
+// anyVictim reports whether something could go for t, now or later.
 func (s *State) anyVictim(t *slot) bool {
 	return slices.ContainsFunc(s.slots, func(v *slot) bool { return s.permitted(t, v) })
 }

@@ -33,7 +33,7 @@ func (w *world) gpu(index int) *simGPU {
 	return nil
 }
 
-// roomFor says whether the server can truly be loaded now.
+// roomFor reports whether the server can truly be loaded now.
 func (w *world) roomFor(sv *simServer) bool {
 	for _, i := range sv.cfg.GPUs {
 		g := w.gpu(i)

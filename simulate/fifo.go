@@ -125,7 +125,7 @@ func (q *fifo) leave(j *fifoJob) {
 	delete(q.jobs, j.id)
 }
 
-// serveHead does what can be done for the oldest job. It says whether there is more to do now.
+// serveHead does what can be done for the oldest job. It reports whether there is more to do now.
 func (q *fifo) serveHead() bool {
 	if !q.makeRoom() {
 		return false
@@ -164,7 +164,7 @@ func (q *fifo) serveHead() bool {
 	return true
 }
 
-// makeRoom goes on with the switch that is under way. It says whether there is none any more.
+// makeRoom goes on with the switch that is under way. It reports whether there is none any more.
 func (q *fifo) makeRoom() bool {
 	if q.target == nil {
 		return true
@@ -189,7 +189,7 @@ func (q *fifo) makeRoom() bool {
 	return true
 }
 
-// mayRun says whether the slot has a place, and the lock.
+// mayRun reports whether the slot has a place, and the lock.
 func (q *fifo) mayRun(s *fifoSlot) bool {
 	switch {
 	case q.cfg.Mode == scheduler.Passthrough, s.Cloud:
@@ -207,17 +207,17 @@ func (q *fifo) mayRun(s *fifoSlot) bool {
 	return true
 }
 
-// meets says whether two slots are on a GPU in common.
+// meets reports whether two slots are on a GPU in common.
 func (s *fifoSlot) meets(o *fifoSlot) bool {
 	return slices.ContainsFunc(s.GPUs, func(i int) bool { return slices.Contains(o.GPUs, i) })
 }
 
-// conflicts says whether two slots may not be loaded together.
+// conflicts reports whether two slots may not be loaded together.
 func (s *fifoSlot) conflicts(o *fifoSlot) bool {
 	return slices.Contains(s.Conflicts, o.Name) || slices.Contains(o.Conflicts, s.Name)
 }
 
-// moving says whether something is loaded or unloaded that the slot has to wait for.
+// moving reports whether something is loaded or unloaded that the slot has to wait for.
 func (q *fifo) moving(s *fifoSlot) bool {
 	for _, o := range q.order {
 		if (o.state == scheduler.Loading || o.state == scheduler.Stopping) && (o.meets(s) || o.conflicts(s)) {
@@ -227,7 +227,7 @@ func (q *fifo) moving(s *fifoSlot) bool {
 	return false
 }
 
-// fits says whether the slot fits, once some others are gone.
+// fits reports whether the slot fits, once some others are gone.
 func (q *fifo) fits(s *fifoSlot, gone []*fifoSlot) bool {
 	for _, o := range q.order {
 		if o.state != scheduler.Idle && o != s && s.conflicts(o) && !slices.Contains(gone, o) {

@@ -101,7 +101,7 @@ func (f *figure) measure(t *testing.T, p Policy, traces string) []row {
 	return out
 }
 
-// sustained says whether little is left when the last request of the first seed has come.
+// sustained reports whether little is left when the last request of the first seed has come.
 func (f *figure) sustained(t *testing.T, p Policy, traces string) bool {
 	t.Helper()
 	_, requests := mixed(t, f.mix, f.u, seeds[0], traces)

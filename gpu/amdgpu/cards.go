@@ -98,14 +98,14 @@ func compareAddresses(a, b string) int {
 	return cmp.Or(cmp.Compare(len(a), len(b)), strings.Compare(a, b))
 }
 
-// asleep says whether the card is switched off for want of work. Most reads
+// asleep reports whether the card is switched off for want of work. Most reads
 // would wake it.
 func (c card) asleep() bool {
 	state, err := read(filepath.Join(c.device, "power", "runtime_status"))
 	return err == nil && state == "suspended"
 }
 
-// offTheBus says whether the card has stopped answering: then its first
+// offTheBus reports whether the card has stopped answering: then its first
 // register, the vendor's number, reads as ones.
 func (c card) offTheBus() bool {
 	file, err := os.Open(filepath.Join(c.device, "config"))

@@ -161,7 +161,7 @@ func (s *sampler) memory(device *gpu.Device, c card) error {
 	return nil
 }
 
-// shared says whether the GPU works in the system's memory, and in how much of
+// shared reports whether the GPU works in the system's memory, and in how much of
 // it at most. The driver puts what is allocated there where that part is larger
 // than the GPU's own; only processors have such GPUs, and only they have a
 // sensor for the voltage of the northbridge.

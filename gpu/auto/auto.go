@@ -170,7 +170,7 @@ func (a alone) Open(ctx context.Context, logger *zap.Logger) (gpu.Sampler, error
 		device := filepath.Dir(path)
 		class, err := os.ReadFile(filepath.Join(device, "class"))
 		if err == nil && strings.HasPrefix(string(class), "0x03") { // a display or a processor for graphics, and not the card's sound
-			return nil, fmt.Errorf("gpu amdgpu: not tried, since there is an NVIDIA card at %s: mend its driver, or write gpu amdgpu if that card is not meant", filepath.Base(device))
+			return nil, fmt.Errorf("gpu amdgpu: not tried, since there is an NVIDIA card at %s: fix its driver, or write gpu amdgpu if that card is not meant", filepath.Base(device))
 		}
 	}
 	return a.Guest.Open(ctx, logger)

@@ -144,7 +144,7 @@ func (l *life) obey(w http.ResponseWriter, r *http.Request) (after func(), err e
 }
 
 // reincarnate ends the life and has the server start anew after a pause. Each of
-// loads says whether with everything loaded; the next one is tried where that
+// loads reports whether with everything loaded; the next one is tried where that
 // fails. If all fail the log says so and the server stays dead. No cause means
 // that the life's end is no death.
 func (l *life) reincarnate(cause string, pause time.Duration, loads ...bool) {

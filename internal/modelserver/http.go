@@ -119,7 +119,7 @@ func (l *life) turn(ctx context.Context) (done func(), err error) {
 	}
 }
 
-// health applies the faults of health probes and says whether to go on.
+// health applies the faults of health probes and reports whether to go on.
 func (l *life) health(w http.ResponseWriter, r *http.Request) bool {
 	l.s.mu.Lock()
 	l.s.stats.HealthProbes++

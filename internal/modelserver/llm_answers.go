@@ -17,7 +17,7 @@ type speech struct {
 	// piece the route never streams.
 	piece func(j *job, word string) []byte
 	last  func(j *job, text, finish string) []byte
-	// streams says whether to stream; nil: if the body's "stream" is true.
+	// streams reports whether to stream; nil: if the body's "stream" is true.
 	streams func(j *job) bool
 	ndjson  bool
 }

@@ -59,7 +59,7 @@ func (s *shape) told(answer func(*job) error) func(*job) error {
 }
 
 // unloadNow unloads the only model without a lock: it doesn't look whether
-// anything runs. It says whether to go on.
+// anything runs. It reports whether to go on.
 func (s *shape) unloadNow(w http.ResponseWriter, r *http.Request) bool {
 	if !s.unloading(w, r, s.m) {
 		return false
@@ -72,7 +72,7 @@ func (s *shape) unloadNow(w http.ResponseWriter, r *http.Request) bool {
 }
 
 // reload drops the only model and loads it, as servers do that are told to load
-// what they have. It says whether to go on.
+// what they have. It reports whether to go on.
 func (s *shape) reload(w http.ResponseWriter, r *http.Request) bool {
 	err := s.l.unload(r.Context(), s.m)
 	if err == nil {

@@ -135,7 +135,7 @@ func (p *speaches) shown(ctx context.Context, m *model) (func(), error) {
 	return p.lazily(ctx, m)
 }
 
-// lists says whether the model is on the list. For holders of mu.
+// lists reports whether the model is on the list. For holders of mu.
 func (p *speaches) lists(m *model) bool { return m.saysLoaded() && !p.hidden[m] }
 
 func (p *speaches) ps(w http.ResponseWriter, _ *http.Request) {

@@ -251,7 +251,7 @@ func (l *life) unloadUnder(ctx context.Context, m *model, atOnce bool) error {
 	}
 }
 
-// unloadFree unloads m as soon as nobody uses it, and says whether there was
+// unloadFree unloads m as soon as nobody uses it, and reports whether there was
 // something to unload. ctx bounds that waiting; once begun, the unload is waited
 // for as long as the life lasts.
 func (l *life) unloadFree(ctx context.Context, m *model) (begun bool, err error) {
@@ -274,7 +274,7 @@ func (l *life) unloadFree(ctx context.Context, m *model) (begun bool, err error)
 	return begun, nil
 }
 
-// killLoad ends a load of m that runs and waits for its end; it says whether there was one.
+// killLoad ends a load of m that runs and waits for its end; it reports whether there was one.
 func (l *life) killLoad(m *model) bool {
 	l.s.mu.Lock()
 	run := m.load

@@ -425,7 +425,7 @@ func (l *life) enter() bool {
 // faults is how the server misbehaves now.
 func (l *life) faults() Faults { return l.s.Faults() }
 
-// takeFault clears a one-time fault and says whether it was set.
+// takeFault clears a one-time fault and reports whether it was set.
 func (l *life) takeFault(take func(*Faults) bool) bool {
 	l.s.mu.Lock()
 	defer l.s.mu.Unlock()

@@ -319,7 +319,7 @@ func (s *shape) loadLater(m *model) {
 	}
 }
 
-// unloading counts an unload request and says whether to go on.
+// unloading counts an unload request and reports whether to go on.
 func (s *shape) unloading(w http.ResponseWriter, r *http.Request, m *model) bool {
 	s.l.unloadCalled(m)
 	if s.l.faults().FailUnload {

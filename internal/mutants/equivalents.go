@@ -47,6 +47,7 @@ var equivalent = map[string]string{
 	"broker/catalog.go: offered: return Offer{Starts: true, Failed: cat.failed}, false => return Offer{Starts: true, Failed: cat.failed}, true": "it is asked for once more, and was asked a moment ago",
 
 	"routing/body.go: Read: if n := r.ContentLength; n >= int64(cap(body.memory)) && n <= SmallBody { => if n := r.ContentLength; n >= int64(cap(body.memory)) && n < SmallBody {": pieces,
+	"routing/body.go: Read: body.memory = make([]byte, 0, largestKept) => {}":                                                                                                      pieces,
 	"routing/body.go: Recycle: memory = make([]byte, 0, 4<<10) => memory = make([]byte, 0, 2<<10)":                                                                                 pieces,
 	"routing/unload.go: mayBeZero: if at < 0 { => if at <= 0 {":                                                                                                                    "JSON does not begin with a name, and a quote stands between two",
 	"routing/values.go: simple: if len(text) < 2 || text[0] != '\"' || text[len(text)-1] != '\"' { => if len(text) < 3 || text[0] != '\"' || text[len(text)-1] != '\"' {":          "an empty text is decoded, to the same",

@@ -37,7 +37,7 @@ func parse(r io.Reader) (groups []string) {
 	return groups
 }
 
-// InGroup says whether a process is in a control group or in one below it.
+// InGroup reports whether a process is in a control group or in one below it.
 func InGroup(pid int, group string) bool {
 	if group == "" || group == "/" {
 		return false

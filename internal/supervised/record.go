@@ -92,21 +92,21 @@ func (r *Record) Stopping() {
 	}
 }
 
-// Asked says whether a start was asked for of which it is not known what came of it.
+// Asked reports whether a start was asked for of which it is not known what came of it.
 func (r *Record) Asked() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.asked
 }
 
-// Ours says whether the server may run because we have asked for it.
+// Ours reports whether the server may run because we have asked for it.
 func (r *Record) Ours() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.asked || r.run != nil && !r.run.over && r.run.ours
 }
 
-// Runs says whether the server ran when it was seen last.
+// Runs reports whether the server ran when it was seen last.
 func (r *Record) Runs() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -16,7 +16,7 @@ type view struct {
 	state container.State
 }
 
-// alive says whether something of the container may have memory: a paused one
+// alive reports whether something of the container may have memory: a paused one
 // has, one that waits to be started again has not.
 func (v *view) alive() bool { return v.state.Running && !v.state.Restarting }
 

@@ -58,7 +58,7 @@ func (d *driver) Inherit(before lifecycle.Driver) {
 	}
 }
 
-// whole says whether a route can be called for the server as a whole.
+// whole reports whether a route can be called for the server as a whole.
 func (p *plan) whole(r *route) bool { return !r.named || r.forEach != nil || p.model != "" }
 
 // item is what stands for {model} in a request for a target.
@@ -69,10 +69,10 @@ func (p *plan) item(t lifecycle.Target) string {
 	return t.Model
 }
 
-// tells says whether a route's answer tells residency.
+// tells reports whether a route's answer tells residency.
 func (r *route) tells() bool { return r.loaded != nil || r.names != nil }
 
-// tellsFull says whether a route's answer tells how much of each model is on the GPU.
+// tellsFull reports whether a route's answer tells how much of each model is on the GPU.
 func (r *route) tellsFull() bool { return r != nil && r.fulls != nil }
 
 // String names the driver and keeps its headers to itself.

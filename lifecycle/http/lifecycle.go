@@ -61,7 +61,7 @@ type Lifecycle struct {
 	// What `{model}` stands for where the server as a whole is meant: the name of its one model, for a server that must be told. Default: none; then
 	// a route with `{model}` is for the consumer's `model` blocks alone.
 	ModelName string `json:"model_name,omitempty"`
-	// For a server that can't say whether it is loaded, starts loaded, and must not be asked twice to load or to
+	// For a server that can't report whether it is loaded, starts loaded, and must not be asked twice to load or to
 	// unload: what it was asked last is remembered, also over a restart of Caddy, but not of the machine that Caddy runs on.
 	Remember bool `json:"remember,omitempty"`
 	// A load that puts only a part of the model onto the GPU counts as failed: it is unloaded, more room is made if there is

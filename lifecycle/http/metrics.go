@@ -14,7 +14,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
 )
 
-// measured says whether one of a route's metrics is above 0. That all of them are missing is an error: the server does not say.
+// measured reports whether one of a route's metrics is above 0. That all of them are missing is an error: the server does not say.
 func (d *driver) measured(ctx context.Context, r *route, t lifecycle.Target) (bool, error) {
 	body, err := d.exchange(ctx, r, d.plan.item(t), limit(r, time.Now().Add(d.deps.Limits.Probe())))
 	if err != nil {

@@ -22,7 +22,7 @@ const (
 	maxDepth = 8
 )
 
-// IsFile says whether a preset's name is the path of a file: it has a slash or a dot.
+// IsFile reports whether a preset's name is the path of a file: it has a slash or a dot.
 func IsFile(name string) bool { return strings.ContainsAny(name, `/\.`) }
 
 // Load returns a preset as part of a consumer: the one of that name, or, if the

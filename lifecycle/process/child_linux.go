@@ -213,7 +213,7 @@ func (c *child) terminate() {
 	}
 }
 
-// works says whether something of the group but the guard still lives.
+// works reports whether something of the group but the guard still lives.
 func (c *child) works() bool {
 	living, err := processes()
 	if err != nil {
@@ -227,7 +227,7 @@ func (c *child) works() bool {
 	return false
 }
 
-// kill kills all that lives of the server, and says whether there was something. seen are those of earlier looks:
+// kill kills all that lives of the server, and reports whether there was something. seen are those of earlier looks:
 // one that is about to end has lost its mark already, and what it holds of a GPU not yet.
 func (c *child) kill(seen map[identity]bool) (found bool) {
 	if err := syscall.Kill(-c.record.Leader.PID, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
@@ -287,7 +287,7 @@ func (c *child) forget() {
 	ports.give(c.port)
 }
 
-// running says whether the leader lives.
+// running reports whether the leader lives.
 func (c *child) running() bool {
 	select {
 	case <-c.down:

@@ -124,11 +124,11 @@ type driver struct {
 // starter is the means that starts and stops a process.
 type starter interface {
 	supervise.Means
-	// Failed says whether the latest process has ended, by anything but an exit status of 0.
+	// Failed reports whether the latest process has ended, by anything but an exit status of 0.
 	Failed() bool
 }
 
-// Failed says whether the latest process has ended, by anything but an exit status of 0.
+// Failed reports whether the latest process has ended, by anything but an exit status of 0.
 func (d *driver) Failed() bool { return d.process.Failed() }
 
 // policy is what is to be done when the server ends by itself.
@@ -137,7 +137,7 @@ type policy struct {
 	most      int
 }
 
-// RestartOnFailure says whether the server is to be started again if it failed.
+// RestartOnFailure reports whether the server is to be started again if it failed.
 func (p policy) RestartOnFailure() bool { return p.onFailure }
 
 // MaxRestarts is how often in a row it is started again.

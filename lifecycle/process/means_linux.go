@@ -186,7 +186,7 @@ func (m *means) Stop(ctx context.Context) error {
 	return c.stop(ctx)
 }
 
-// Running says whether the process runs.
+// Running reports whether the process runs.
 func (m *means) Running(context.Context) (bool, error) {
 	c := m.latest()
 	return c != nil && c.running(), nil
@@ -214,7 +214,7 @@ func (m *means) Why() string {
 	}
 }
 
-// Failed says whether the latest process has ended, by anything but an exit status of 0.
+// Failed reports whether the latest process has ended, by anything but an exit status of 0.
 func (m *means) Failed() bool {
 	c := m.latest()
 	if c == nil {
@@ -228,7 +228,7 @@ func (m *means) Failed() bool {
 	}
 }
 
-// Owns says whether pid is the process or comes from it.
+// Owns reports whether pid is the process or comes from it.
 func (m *means) Owns(pid int) bool {
 	c := m.latest()
 	if c == nil {

@@ -70,7 +70,7 @@ func processes() ([]proc, error) {
 	return all, nil
 }
 
-// alive says whether the very process lives.
+// alive reports whether the very process lives.
 func (i identity) alive() bool {
 	p, err := readProc(i.PID)
 	return err == nil && p.start == i.Start && p.lives()

@@ -82,6 +82,24 @@ func TestTheLeaderOfTheGroupIsTheCommandAndItsGuardIsInIt(t *testing.T) {
 	require.Empty(t, process.GroupOf(pid))
 }
 
+// Else each load would leave an open file behind.
+func TestWhatKeepsAServersGuardIsClosedWithIt(t *testing.T) {
+	o := open(t, settings(onPort()))
+	pid := o.load(t)
+	require.Eventually(t, func() bool { return len(process.GroupOf(pid)) == 2 }, prompt, time.Millisecond)
+	var pipe string
+	for _, member := range process.GroupOf(pid) {
+		if member != pid {
+			pipe = filesOf(t, member)["0"]
+		}
+	}
+	require.Contains(t, pipe, "pipe:")
+	mine := func() []string { return slices.Collect(maps.Values(filesOf(t, os.Getpid()))) }
+	require.Contains(t, mine(), pipe)
+	o.unload(t)
+	require.NotContains(t, mine(), pipe)
+}
+
 func TestFC29WorkersEndWithTheirServer(t *testing.T) {
 	for name, args := range map[string][]string{
 		"that heed the signal": {"-workers", "3"},

@@ -105,7 +105,7 @@ func (r *record) owned(living []proc, groupIsOurs bool, marks func(pid int) stri
 	return out
 }
 
-// groupLives says whether the number of the process group is still that of the
+// groupLives reports whether the number of the process group is still that of the
 // server's, which it is as long as one lives that was in it from the beginning.
 func (r *record) groupLives(living []proc) bool {
 	return slices.ContainsFunc(living, func(p proc) bool {

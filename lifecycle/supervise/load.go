@@ -168,7 +168,7 @@ func (d *driver) listening(ctx context.Context) error {
 	}
 }
 
-// healthy waits until the server is well, and says whether it has loaded what is meant by itself.
+// healthy waits until the server is well, and reports whether it has loaded what is meant by itself.
 func (d *driver) healthy(ctx context.Context, r *run, t lifecycle.Target) (loaded bool, err error) {
 	for wait := firstPoll; ; wait = min(2*wait, lastPoll) {
 		report := r.routes.Probe(ctx)
@@ -181,7 +181,7 @@ func (d *driver) healthy(ctx context.Context, r *run, t lifecycle.Target) (loade
 	}
 }
 
-// holds says whether a report shows that what is meant is loaded.
+// holds reports whether a report shows that what is meant is loaded.
 func (d *driver) holds(report lifecycle.Report, t lifecycle.Target) bool {
 	if t.Model == "" {
 		return d.routes.Residency && report.Loaded == lifecycle.Yes

@@ -62,7 +62,7 @@ func (d *driver) current(fresh bool) (*run, error) {
 	return r, nil
 }
 
-// continues says whether the latest run goes on, and watches it if only now
+// continues reports whether the latest run goes on, and watches it if only now
 // somebody can tell its end. The caller holds mu.
 func (d *driver) continues(ended <-chan struct{}, upstream string) bool {
 	r := d.now

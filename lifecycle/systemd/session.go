@@ -166,7 +166,7 @@ func (s *session) finished(body []any) {
 	}
 }
 
-// alive says whether the connection stands.
+// alive reports whether the connection stands.
 func (s *session) alive() bool { return s.conn.Context().Err() == nil }
 
 // callTime bounds one question to systemd.

@@ -67,7 +67,7 @@ func (v *view) readService(p properties) {
 	v.end.read(p)
 }
 
-// alive says whether something of the unit may have memory: also while it
+// alive reports whether something of the unit may have memory: also while it
 // starts or stops, but not while systemd waits before it starts it again.
 func (v *view) alive() bool {
 	switch v.active {
@@ -77,7 +77,7 @@ func (v *view) alive() bool {
 	return !v.waits()
 }
 
-// waits says whether systemd waits before it starts the unit again, by Restart=.
+// waits reports whether systemd waits before it starts the unit again, by Restart=.
 func (v *view) waits() bool {
 	return v.active == "activating" && (v.sub == "auto-restart" || v.sub == "auto-restart-queued")
 }

@@ -28,7 +28,7 @@ type fault struct {
 	mend     string
 }
 
-// isTold says whether a finding tells of a fault.
+// isTold reports whether a finding tells of a fault.
 func (m *machine) isTold(f fault, config string, found doctor.Finding) bool {
 	where := ""
 	if f.line != "" {

@@ -18,7 +18,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle/presets"
 )
 
-// lazyWork is a request for GPU work of each server that loads inside it and can't say whether it is loaded.
+// lazyWork is a request for GPU work of each server that loads inside it and can't report whether it is loaded.
 var lazyWork = map[string]struct{ path, body string }{
 	"comfyui":  {"/prompt", prompt},
 	"forge":    {"/sdapi/v1/txt2img", `{"prompt":"a boat"}`},

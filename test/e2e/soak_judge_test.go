@@ -25,7 +25,7 @@ var consequences = slowly(2 * time.Second)
 const oldConnections = 7 * time.Second
 
 // judge decides whether an answer is right, an honest refusal, or wrong, and
-// counts it. It says whether the answer is the one that was asked for.
+// counts it. It reports whether the answer is the one that was asked for.
 func (k *soak) judge(a *asked, wrong func(body []byte) string) bool {
 	outcome := k.outcome(a, wrong)
 	k.rec.count("outcome", outcome)
@@ -157,7 +157,7 @@ func (k *soak) refusal(a *asked, doc refusalDocument) string {
 	return refused
 }
 
-// explained says whether the storm accounts for a refusal.
+// explained reports whether the storm accounts for a refusal.
 func (k *soak) explained(a *asked, code string) bool {
 	lay := func(slack time.Duration, kind, on string) bool {
 		return k.spells.between(a.began, a.got.at, slowly(slack), kind, on)
@@ -206,14 +206,14 @@ func (k *soak) loadFailedOfTheCard(a *asked, cooling time.Duration) bool {
 	})
 }
 
-// maybeGone says whether the configuration that answered may be one that lacks
+// maybeGone reports whether the configuration that answered may be one that lacks
 // the consumer. An HTTP/2 connection whose handshake ends while its server is
 // already shutting down is never told to go away, by net/http, and stays with its configuration for its whole life.
 func (k *soak) maybeGone(a *asked) bool {
 	return k.spells.between(a.since(), a.got.at, oldConnections, spellGone, a.consumer)
 }
 
-// maybeRuled says whether the configuration that answered may be such a one.
+// maybeRuled reports whether the configuration that answered may be such a one.
 func (k *soak) maybeRuled(a *asked, match func(settings) bool) bool {
 	return slices.ContainsFunc(k.ruled(a.since().Add(-oldConnections)), match)
 }
@@ -226,7 +226,7 @@ func (a *asked) since() time.Time {
 	return a.began
 }
 
-// mayAnswer says whether a consumer may answer a request: the one that it was sent
+// mayAnswer reports whether a consumer may answer a request: the one that it was sent
 // to, or one of its ladder, while there is a ladder. Past a guard that held for the whole request nothing goes to the cloud.
 func (k *soak) mayAnswer(a *asked, by string) bool {
 	switch {
@@ -238,22 +238,22 @@ func (k *soak) mayAnswer(a *asked, by string) bool {
 	return by != "sky" || !k.spells.covers(a.began, a.got.at, spellGuard, "")
 }
 
-// disturbedAny says whether a server that may answer a request was made to fail while it was asked.
+// disturbedAny reports whether a server that may answer a request was made to fail while it was asked.
 func (k *soak) disturbedAny(a *asked) bool {
 	return slices.ContainsFunc(append([]string{a.consumer}, a.may...), func(name string) bool { return k.disturbed(name, a.began, a.got.at) })
 }
 
-// disturbed says whether a consumer's server was made to fail in a time.
+// disturbed reports whether a consumer's server was made to fail in a time.
 func (k *soak) disturbed(consumer string, from, to time.Time) bool {
 	return k.spells.between(from, to, consequences, spellServer, serverOf(consumer))
 }
 
-// died says whether the server that the broker has started for a consumer was killed, or died, while a request ran.
+// died reports whether the server that the broker has started for a consumer was killed, or died, while a request ran.
 func (k *soak) died(a *asked) bool {
 	return k.spells.between(a.began, a.got.at, consequences, spellKilled, serverOf(a.consumer))
 }
 
-// scarce says whether servers may have run out of memory in a time through no fault of the broker's.
+// scarce reports whether servers may have run out of memory in a time through no fault of the broker's.
 func (k *soak) scarce(from, to time.Time) bool {
 	for _, kind := range []string{spellMemory, spellTelemetry, spellGPU} {
 		if k.spells.between(from, to, consequences, kind, "") {
@@ -263,13 +263,13 @@ func (k *soak) scarce(from, to time.Time) bool {
 	return false
 }
 
-// mayRunOut says whether a server may have run out of memory in a time through no fault of the broker's: because of what
+// mayRunOut reports whether a server may have run out of memory in a time through no fault of the broker's: because of what
 // scarce says, or as another server lied of its memory or kept it.
 func (k *soak) mayRunOut(from, to time.Time) bool {
 	return k.scarce(from.Add(-3*time.Second), to) || k.spells.between(from.Add(-5*time.Second), to, consequences, spellServer, "")
 }
 
-// ranOut says whether an error is a server's that ran out of memory, and may have.
+// ranOut reports whether an error is a server's that ran out of memory, and may have.
 func (k *soak) ranOut(a *asked, said []byte) bool {
 	return bytes.Contains(said, []byte("CUDA out of memory")) && k.mayRunOut(a.began, a.got.at)
 }
@@ -281,7 +281,7 @@ func (k *soak) wrong(a *asked, format string, args ...any) string {
 	return bad
 }
 
-// closedIdle says whether an error may come of a server that closes an idle
+// closedIdle reports whether an error may come of a server that closes an idle
 // connection in the moment in which it is used again.
 func closedIdle(err error) bool {
 	text := err.Error()

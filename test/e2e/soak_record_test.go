@@ -158,7 +158,7 @@ func (w *spells) begin(kind, on, what string) (end func()) {
 	}
 }
 
-// between says whether a spell of a kind lay in a time, or ended at most slack
+// between reports whether a spell of a kind lay in a time, or ended at most slack
 // before it. An empty on means any.
 func (w *spells) between(from, to time.Time, slack time.Duration, kind, on string) bool {
 	w.mu.Lock()
@@ -171,7 +171,7 @@ func (w *spells) between(from, to time.Time, slack time.Duration, kind, on strin
 	return false
 }
 
-// covers says whether a spell of a kind lasted for a whole time.
+// covers reports whether a spell of a kind lasted for a whole time.
 func (w *spells) covers(from, to time.Time, kind, on string) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -100,7 +100,7 @@ func preset(t *testing.T, name string) *known {
 	return k
 }
 
-// async says whether its answers come before its work is done.
+// async reports whether its answers come before its work is done.
 func (k *known) async() bool { return k.consumer.Async || len(k.consumer.AsyncRoutes) > 0 }
 
 // The two models of a server that has several.

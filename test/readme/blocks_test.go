@@ -25,18 +25,27 @@ import (
 // root is the folder of the repository.
 const root = "../.."
 
-// pages are the README and all of docs/, by their path from the root.
+// pages are the README and what users read in docs/, by their path from the root.
 func pages(t *testing.T) map[string]string {
 	t.Helper()
-	paths, err := filepath.Glob(root + "/docs/*.md")
-	require.NoError(t, err)
+	return pagesAt(t, "README.md", "docs/*.md")
+}
+
+// pagesAt are the pages that patterns match, by their path from the root. Each pattern must match one.
+func pagesAt(t *testing.T, patterns ...string) map[string]string {
+	t.Helper()
 	out := map[string]string{}
-	for _, path := range append(paths, root+"/README.md") {
-		text, err := os.ReadFile(path)
+	for _, pattern := range patterns {
+		paths, err := filepath.Glob(filepath.Join(root, pattern))
 		require.NoError(t, err)
-		name, err := filepath.Rel(root, path)
-		require.NoError(t, err)
-		out[filepath.ToSlash(name)] = string(text)
+		require.NotEmpty(t, paths, pattern)
+		for _, path := range paths {
+			text, err := os.ReadFile(path)
+			require.NoError(t, err)
+			name, err := filepath.Rel(root, path)
+			require.NoError(t, err)
+			out[filepath.ToSlash(name)] = string(text)
+		}
 	}
 	return out
 }
@@ -256,7 +265,7 @@ func gatherKeys(v any, into map[string]bool) {
 var link = regexp.MustCompile(`\]\(([^)\s]+)\)`)
 
 func TestEveryLinkLeadsSomewhere(t *testing.T) {
-	all := pages(t)
+	all := pagesAt(t, "*.md", "docs/*.md", "docs/design/*.md", "docs/design/decisions/*.md")
 	for page, text := range all {
 		for _, m := range link.FindAllStringSubmatch(text, -1) {
 			if strings.Contains(m[1], "://") {
