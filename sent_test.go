@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"testing"
+	"testing/iotest"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
@@ -265,4 +266,18 @@ func TestABodyIsReadForItsModelsNameAloneOnlyIfItIsSmallAndWhole(t *testing.T) {
 		r.ContentLength, h.maxBody, h.StreamBody = c.length, c.most, c.streams
 		require.Equal(t, c.want, h.looksForName(h.fixed, r), "%+v", c)
 	}
+}
+
+func TestARequestWhoseBodyBreaksOffBeforeItsNameIsReadIsNotPassedOn(t *testing.T) {
+	app, ctx := newApp(t, map[string]any{"name": "many", "vram": "1GiB", "upstream": "127.0.0.1:9", "named_routes": []string{"POST /api/show"}, "models": []map[string]any{{"name": "m1"}},
+		"lifecycle": map[string]any{"protocol": "http", "unload": map[string]any{"path": "/unload/{model}"}}})
+	require.NoError(t, app.Start())
+	h := &Handler{Route: gpucaddyfile.Route{Consumer: "many"}}
+	require.NoError(t, h.Provision(ctx))
+	w, r := post("POST", "/api/show", `{"model":"m1"}`)
+	r.Body = io.NopCloser(iotest.ErrReader(io.ErrUnexpectedEOF))
+	r.ContentLength = 14
+	j := &job{handler: h, target: h.fixed}
+	j.ResponseWriter = w
+	require.Error(t, j.readName(r))
 }
