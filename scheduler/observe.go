@@ -218,7 +218,9 @@ func (s *State) sample(now time.Time, e Sampled) {
 	if e.Lost != "" {
 		for _, c := range s.gpus { // telemetry is gone, the GPUs are not: book-keeping goes on
 			s.readable(now, c, false, e.Lost)
-			c.Known, c.Reason = false, e.Lost
+			if c.Known = false; !c.Lost { // else why it is lost still holds, as far as is known
+				c.Reason = e.Lost
+			}
 		}
 	}
 	changed := false

@@ -202,3 +202,17 @@ func TestN5_WithoutAnyTelemetryTheRefusalSaysWhyAndWhatToWrite(t *testing.T) {
 	require.Contains(t, r.Message, "nvidia-smi is not found")
 	require.Contains(t, r.Message, "gpu auto { fallback 24GiB }")
 }
+
+// That nothing can be read any more is no reason for the loss of a GPU.
+func TestWhyAGPUIsLostIsNotForgottenWhileNothingCanBeRead(t *testing.T) {
+	f := given(t, 16384, server("a", 1000))
+	f.cards[0].Lost, f.cards[0].Reason = true, "it needs a reset"
+	f.sample()
+	f.blind = "the driver does not answer"
+	f.sample()
+	require.Contains(t, f.requireRefused(f.submit("a"), GPULost).Message, `GPU 0 of consumer "a" is lost: it needs a reset`)
+	f.blind, f.cards[0].Lost, f.cards[0].Reason = "", false, ""
+	f.sample()
+	f.submit("a")
+	f.requireState("a", Loading)
+}

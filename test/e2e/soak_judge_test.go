@@ -182,8 +182,8 @@ func (k *soak) explained(a *asked, code string) bool {
 		return lay(2*time.Second, spellReload, "") || k.maybeGone(a) || a.cheap && isProcess(a.consumer)
 	case "draining":
 		return lay(time.Second, spellDrain, serverOf(a.by))
-	case "gpu_lost":
-		return lay(5*time.Second, spellGPU, "")
+	case "gpu_lost": // while nobody can look at it, nobody sees that it is back
+		return lay(5*time.Second, spellGPU, "") || lay(5*time.Second, spellTelemetry, "") && lay(10*time.Second, spellGPU, "")
 	case "load_failed": // and a while after: it cools down
 		return lay(65*time.Second, spellServer, serverOf(a.by)) || k.loadFailedOfTheCard(a, slowly(65*time.Second))
 	case "vram_exhausted": // memory that outsiders or lying servers keep
