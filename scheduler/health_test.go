@@ -370,6 +370,22 @@ func TestARefusedConnectionTellsThatAServerWithoutAProbeIsGone(t *testing.T) {
 	}
 }
 
+func TestARefusedConnectionTellsThatAllModelsOfAServerAreGone(t *testing.T) {
+	at := func(address string) func(c *SlotConfig) {
+		return func(c *SlotConfig) { c.Server, c.CanProbe, c.CanTell = address, false, false }
+	}
+	f := given(t, 16384, lazyServer("m/a", 1000, at("one")), lazyServer("m/b", 1000, at("one")), lazyServer("m/c", 1000, at("one"), lockNone), lazyServer("n", 1000, at("another")))
+	for _, name := range []string{"m/a", "m/b", "m/c", "n"} {
+		f.warm(name, 1000)
+	}
+	c := f.submit("m/c")
+	f.requireRunning(c)
+	f.releaseAs(f.submit("m/a"), DialRefused)
+	for name, want := range map[string]SlotState{"m/a": Idle, "m/b": Idle, "m/c": Ready, "n": Ready} {
+		f.requireState(name, want) // c works, as far as is known
+	}
+}
+
 // A provider's refusal says nothing of this machine's memory.
 func TestACloudThatRefusesAConnectionStaysReady(t *testing.T) {
 	f := given(t, 16384, server("a", 1000, cloud))

@@ -413,10 +413,15 @@ func (s *State) refused(now time.Time, sl *slot) {
 	if sl.cfg.CanProbe && sl.health == healthGood {
 		sl.health, sl.timeouts = healthUnknown, 0
 	}
-	if s.cfg.Mode == Evicting && !sl.cfg.Cloud && sl.state == Ready && !sl.busy() {
-		s.vanish(now, sl, "a connection to its server was refused")
-	}
 	sl.since = now
+	if s.cfg.Mode != Evicting || sl.cfg.Cloud {
+		return
+	}
+	for _, o := range s.slots { // the other models of a server go with its process
+		if (o == sl || sl.cfg.Server != "" && o.cfg.Server == sl.cfg.Server) && o.state == Ready && !o.busy() {
+			s.vanish(now, o, "a connection to its server was refused")
+		}
+	}
 }
 
 // suspects notes that a loaded server that the driver starts may have died.
