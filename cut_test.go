@@ -73,21 +73,6 @@ func TestAnAnswerThatMaxRunEndsIsNotPassedOffAsWhole(t *testing.T) {
 	require.Equal(t, http.StatusGatewayTimeout, w.Code, "nothing of it had begun")
 }
 
-// It was not the server's fault, nor does it tell that the server works.
-func TestWhatMaxRunEndsBeforeItsAnswerBeganIsNoWorkOfTheServer(t *testing.T) {
-	app, ctx := newApp(t, map[string]any{"name": "a", "vram": "1GiB", "max_run": "20ms"})
-	require.NoError(t, app.Start())
-	h := &Handler{Route: gpucaddyfile.Route{Consumer: "a"}}
-	require.NoError(t, h.Provision(ctx))
-	w, r := request("GET", "/work")
-	require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) error {
-		<-r.Context().Done()
-		return r.Context().Err()
-	})))
-	require.Equal(t, http.StatusGatewayTimeout, w.Code)
-	require.Empty(t, h.pool.broker.Status().Consumers["a"].LastUsed)
-}
-
 // bodyFunc is a request body that does something when it is read.
 type bodyFunc func() error
 

@@ -239,12 +239,19 @@ func TestANameInAHeaderIsTranslatedBesideABodyThatNobodyLooksInto(t *testing.T) 
 	require.Equal(t, `{"model":"m1-alias"`, body)
 }
 
-func TestABodyIsReadForItsModelsNameAloneOnlyIfItIsSmallAndWhole(t *testing.T) {
+// namedRoutes is the handler of a consumer with models that translates names at a route that needs no GPU.
+func namedRoutes(t *testing.T) *Handler {
+	t.Helper()
 	app, ctx := newApp(t, map[string]any{"name": "many", "vram": "1GiB", "upstream": "127.0.0.1:9", "named_routes": []string{"POST /api/show"}, "models": []map[string]any{{"name": "m1"}},
 		"lifecycle": map[string]any{"protocol": "http", "unload": map[string]any{"path": "/unload/{model}"}}})
 	require.NoError(t, app.Start())
 	h := &Handler{Route: gpucaddyfile.Route{Consumer: "many"}}
 	require.NoError(t, h.Provision(ctx))
+	return h
+}
+
+func TestABodyIsReadForItsModelsNameAloneOnlyIfItIsSmallAndWhole(t *testing.T) {
+	h := namedRoutes(t)
 	for _, c := range []struct {
 		path    string
 		length  int64
@@ -269,11 +276,7 @@ func TestABodyIsReadForItsModelsNameAloneOnlyIfItIsSmallAndWhole(t *testing.T) {
 }
 
 func TestARequestWhoseBodyBreaksOffBeforeItsNameIsReadIsNotPassedOn(t *testing.T) {
-	app, ctx := newApp(t, map[string]any{"name": "many", "vram": "1GiB", "upstream": "127.0.0.1:9", "named_routes": []string{"POST /api/show"}, "models": []map[string]any{{"name": "m1"}},
-		"lifecycle": map[string]any{"protocol": "http", "unload": map[string]any{"path": "/unload/{model}"}}})
-	require.NoError(t, app.Start())
-	h := &Handler{Route: gpucaddyfile.Route{Consumer: "many"}}
-	require.NoError(t, h.Provision(ctx))
+	h := namedRoutes(t)
 	w, r := post("POST", "/api/show", `{"model":"m1"}`)
 	r.Body = io.NopCloser(iotest.ErrReader(io.ErrUnexpectedEOF))
 	r.ContentLength = 14

@@ -16,7 +16,7 @@ type Means interface {
 	Start(ctx context.Context, t lifecycle.Target) error
 	// Stop ends the server and all that it has started, and returns once nothing of it is left. One that does not run is no error.
 	Stop(ctx context.Context) error
-	// Running reports whether it runs, asking whom there is to ask (systemd, Docker); an error: they did not answer.
+	// Running reports whether it runs. Where systemd or Docker runs it, they are asked; the error is that they did not answer.
 	Running(ctx context.Context) (bool, error)
 	// Latest is the server of the latest Start, or the one that Running found. ended is closed when it has ended; nil:
 	// none runs, or nobody could tell. upstream is where it listens, host:port; empty: where the consumer says.
