@@ -123,6 +123,35 @@ func TestALoadThatCouldNotBeAbandonedMayGoOnAsLongAsLoadsTake(t *testing.T) {
 	f.requireState("a", Idle)
 }
 
+// Whoever waits for its memory has it unloaded once more, which may fail, too.
+func TestALoadThatCouldNotBeAbandonedTwiceMayStillGoOn(t *testing.T) {
+	f, _ := aAbandonedFor(t)
+	f.advance(1)
+	f.unloadFails("a")
+	f.requireState("a", Unknown)
+	f.advance(time.Second)
+	f.requireState("a", Stopping)
+	f.unloadFails("a")
+	f.probe("a", No)
+	f.requireState("a", Unknown)
+}
+
+func TestALoadAtAnotherAddressIsNoLoadOfThisServer(t *testing.T) {
+	f, b := aAbandonedFor(t)
+	f.advance(1)
+	f.unloadFails("a")
+	f.cancel(b)
+	f.reconfigure(func(c *Config) {
+		for i := range c.Slots {
+			if c.Slots[i].Name == "a" {
+				c.Slots[i].Server = "another"
+			}
+		}
+	})
+	f.probe("a", No)
+	f.requireState("a", Idle)
+}
+
 func TestALoadThatCouldNotBeAbandonedIsBelievedToHaveEnded(t *testing.T) {
 	f := aAbandoned(t)
 	f.advance(1)

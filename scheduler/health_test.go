@@ -346,33 +346,51 @@ func TestAGPUThatIsNotThereIsNamed(t *testing.T) {
 
 // Nobody listens, so its process has ended, and what that held is free. Counted on, it hid what others had left behind.
 func TestARefusedConnectionTellsThatAServerWithoutAProbeIsGone(t *testing.T) {
-	unprobed := func(c *SlotConfig) { c.CanProbe, c.CanTell = false, false }
-	for name, set := range map[string]func(*SlotConfig){"loaded inside its first job": func(c *SlotConfig) { c.CanLoad = false }, "loaded by its route": func(*SlotConfig) {}} {
-		t.Run(name, func(t *testing.T) {
-			f := given(t, 16384, server("a", 1000, unprobed, wide(2), set), server("b", 13000))
-			f.warm("a", 1000)
-			one, two := f.submit("a"), f.submit("a")
-			f.cards[0].Free += 1000 * gpu.MiB
-			f.sample()
-			f.releaseAs(one, DialRefused)
-			f.requireState("a", Ready) // another still computes there, as far as is known
-			f.releaseAs(two, DialRefused)
-			f.requireState("a", Idle)
-			require.Contains(t, f.decided("gone", "a").Reason, "refused")
-			require.Equal(t, "healthy", f.slot("a").Health)
+	f := given(t, 16384, lazyServer("a", 1000, unprobed, wide(2)), server("b", 13000))
+	f.warm("a", 1000)
+	one, two := f.submit("a"), f.submit("a")
+	f.cards[0].Free += 1000 * gpu.MiB
+	f.sample()
+	f.releaseAs(one, DialRefused)
+	f.requireState("a", Ready) // another still computes there, as far as is known
+	f.releaseAs(two, DialRefused)
+	f.requireState("a", Idle)
+	require.Contains(t, f.decided("gone", "a").Reason, "refused")
+	require.Equal(t, "healthy", f.slot("a").Health)
 
-			f.sample()
-			f.submit("b")
-			f.requireState("b", Loading)
-			third := f.submit("a")
-			f.requireWaiting(third) // it needs room again
+	f.sample()
+	f.submit("b")
+	f.requireState("b", Loading)
+	third := f.submit("a")
+	f.requireWaiting(third) // it needs room again
+}
+
+func unprobed(c *SlotConfig) { c.CanProbe, c.CanTell = false, false }
+
+// It may load at its start, with nobody who could tell that or unload it: taken for gone, it would be refused for its own memory.
+func TestAServerThatCanNeitherTellNorBeUnloadedIsServedWhenItComesBackLoaded(t *testing.T) {
+	for name, set := range map[string]func(*SlotConfig){
+		"no route":         func(c *SlotConfig) { c.CanLoad, c.CanUnload = false, false },
+		"load alone":       func(c *SlotConfig) { c.CanUnload = false },
+		"load and unload":  func(*SlotConfig) {},
+		"no route, pinned": func(c *SlotConfig) { c.CanLoad, c.CanUnload, c.Pin = false, false, true },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := given(t, 16384, server("a", 10000, unprobed, set))
+			f.warm("a", 10000)
+			f.releaseAs(f.submit("a"), DialRefused)
+			f.use(-10000)
+			f.look(5 * time.Second)
+			f.use(10000)
+			f.look(2 * time.Minute)
+			f.requireRunning(f.submit("a"))
 		})
 	}
 }
 
 func TestARefusedConnectionTellsThatAllModelsOfAServerAreGone(t *testing.T) {
 	at := func(address string) func(c *SlotConfig) {
-		return func(c *SlotConfig) { c.Server, c.CanProbe, c.CanTell = address, false, false }
+		return func(c *SlotConfig) { unprobed(c); c.Server = address }
 	}
 	f := given(t, 16384, lazyServer("m/a", 1000, at("one")), lazyServer("m/b", 1000, at("one")), lazyServer("m/c", 1000, at("one"), lockNone), lazyServer("n", 1000, at("another")))
 	for _, name := range []string{"m/a", "m/b", "m/c", "n"} {

@@ -418,6 +418,9 @@ func (s *State) refused(now time.Time, sl *slot) {
 		return
 	}
 	for _, o := range s.slots { // the other models of a server go with its process
+		if !o.cfg.CanProbe && !o.cfg.startsIdle() { // it may come back loaded, and nobody could tell or unload it then
+			continue
+		}
 		if (o == sl || sl.cfg.Server != "" && o.cfg.Server == sl.cfg.Server) && o.state == Ready && !o.busy() {
 			s.vanish(now, o, "a connection to its server was refused")
 		}

@@ -70,7 +70,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		}
 		sl.state, sl.since, sl.idleAt, sl.loadedAt = s.startState(&c), now, time.Time{}, time.Time{}
 		sl.stop, sl.gate, sl.readyAt, sl.want = stopping{}, gate{}, now, target{}
-		sl.dead, sl.suspect, sl.deaths, sl.reviving = "", time.Time{}, 0, false
+		sl.dead, sl.suspect, sl.loadsUntil, sl.deaths, sl.reviving = "", time.Time{}, time.Time{}, 0, false
 		sl.unloaded, sl.started, sl.flushedAt, sl.flushBad, sl.unloadBad, sl.retryAt = false, 0, time.Time{}, "", 0, time.Time{} // an unknown server
 		s.recall(now, sl)
 	}
@@ -111,8 +111,8 @@ func (s *State) startState(c *SlotConfig) SlotState {
 		return Ready
 	case c.Disabled:
 		return Idle // nobody asks it: whatever it holds is foreign
-	case c.CanUnload && !c.CanLoad && !c.CanTell:
-		return Idle // lazy: else its first request would skip the fit
+	case c.startsIdle():
+		return Idle // else its first request would skip the fit
 	default:
 		return Unknown
 	}

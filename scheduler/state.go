@@ -393,7 +393,7 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 		sl.readyAt, sl.idleAt, sl.started, sl.emptyAt = now, now, 0, time.Time{}
 		sl.renewing = false // one that is loaded again, past us, is offered to be replaced anew
 	}
-	sl.warming, sl.dead, sl.suspect, sl.loadsUntil = false, "", time.Time{}, time.Time{}
+	sl.warming, sl.dead, sl.suspect = false, "", time.Time{}
 	if state == Idle { // there is nothing left to be unloaded
 		if t := sl.gate.target; t != nil && t.want.victim == sl {
 			t.want.victim = nil

@@ -35,6 +35,9 @@ var legal = map[[2]SlotState]bool{
 	{Stopping, Idle}: true, {Stopping, Ready}: true, {Stopping, Unknown}: true,
 }
 
+// startsIdle reports whether a slot loads inside its first job, and can be told to unload whatever it may hold before.
+func (c *SlotConfig) startsIdle() bool { return c.CanUnload && !c.CanLoad && !c.CanTell }
+
 // Mode says how much the scheduler does.
 type Mode uint8
 
