@@ -33,9 +33,11 @@ build: ## Caddy with the module, the pretending servers and the demo, into bin/
 test: ## everything, installing what the tests need
 	@scripts/test.sh tools vet lint examples unit cgo0 xcaddy e2e bench race real soak+mutants
 
+# Half of its time would be links: without C and debug information they are quick, and one more at a time fills the waits.
 .PHONY: test-fast
-test-fast: vet ## vet and the unit tests, without end to end
-	$(GO) test -short -skip '^(TestAlone|TestSoak)' $(UNIT)
+test-fast: export CGO_ENABLED := 0
+test-fast: vet ## vet and the unit tests, without end to end and C
+	$(GO) test -short -vet=off -ldflags='-s -w' -p $$(($$(getconf _NPROCESSORS_ONLN) + 1)) -skip '^(TestAlone|TestSoak)' $(UNIT)
 
 .PHONY: vet
 vet: ## go vet

@@ -55,7 +55,7 @@ var (
 	only      = flag.String("only", "", "plant only the faults whose name or folder holds this; with -random, in the rooms whose name does")
 	random    = flag.Int("random", 0, "instead of the planted faults, try so many random ones")
 	seed      = flag.Uint64("seed", 1, "which random ones")
-	withE2E   = flag.Bool("e2e", true, "try end-to-end tests on random faults that the tests of their own package do not find")
+	withE2E   = flag.Bool("e2e", true, "try all other tests, end to end too, on random faults that those of their own package do not find")
 )
 
 // interrupted ends with the runner: what has a process group of its own gets no signal of the terminal.
@@ -233,10 +233,15 @@ func test(root, tests string, m mutant, which ...string) (string, error) {
 	if m.folder() == "scheduler" {
 		args = append(args, "-rapid.nofailfile", "-rapid.shrinktime=1ms")
 	}
-	if m.apart {
-		tests, args = "unshare", slices.Concat(apart, []string{tests}, args)
+	return verdictOf(filepath.Join(root, m.folder()), m.apart, tests, args...)
+}
+
+// verdictOf runs a program of tests in a folder, if it is said so apart, and says which failed; empty: none.
+func verdictOf(dir string, alone bool, program string, args ...string) (string, error) {
+	if alone {
+		program, args = "unshare", slices.Concat(apart, []string{program}, args)
 	}
-	out, err := output(filepath.Join(root, m.folder()), tests, args...)
+	out, err := output(dir, program, args...)
 	if err == nil {
 		return "", nil
 	}
@@ -251,7 +256,7 @@ func test(root, tests string, m mutant, which ...string) (string, error) {
 		return "a test that did not end", nil
 	case strings.Contains(out, "\npanic: "), strings.HasPrefix(out, "panic: "), strings.Contains(out, "fatal error: "):
 		return "a test that panicked", nil
-	case m.apart && errors.As(err, &exit) && exit.ExitCode() > 128: // as the shell tells of a signal
+	case alone && errors.As(err, &exit) && exit.ExitCode() > 128: // as the shell tells of a signal
 		return "a test that got a signal", nil
 	default:
 		return "", fmt.Errorf("the tests could not be run: %w\n%s", err, out)
@@ -259,8 +264,8 @@ func test(root, tests string, m mutant, which ...string) (string, error) {
 }
 
 func output(dir, name string, args ...string) (string, error) {
-	bound := limit + time.Minute       // the tests' own time-out comes first
-	if name == "go" || name == "env" { // env: end-to-end tests, with a bound of their own
+	bound := limit + time.Minute                                    // the tests' own time-out comes first
+	if name == "go" || slices.Contains(append(args, name), "env") { // env: end-to-end tests, with a bound of their own
 		bound = buildLimit
 	}
 	ctx, cancel := context.WithTimeout(interrupted, bound)

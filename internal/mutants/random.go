@@ -22,7 +22,7 @@ import (
 type room struct {
 	name, dir string
 	files     []string // empty: all
-	// e2e are the files of end-to-end tests that are tried on what the package's own tests do not find; empty: none.
+	// e2e are the files of end-to-end tests that are tried first on what the package's own tests do not find.
 	e2e []string
 	// apart: a fault may end every process that it sees, which without a PID namespace of its own would be all of the machine's.
 	apart bool
@@ -186,7 +186,7 @@ func tryRandom(root, dir string, queues [][]tried, n int) []tried {
 	return done
 }
 
-// tryOne plants one change and runs the tests of its room, the quick ones first.
+// tryOne plants one change and runs the tests of its room, the quick ones first, then all others.
 func tryOne(root, dir string, t tried) (outcome, string) {
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return undone, err.Error()
@@ -212,8 +212,14 @@ func tryOne(root, dir string, t tried) (outcome, string) {
 	if err == nil && by == "" && t.room.dir == "scheduler" {
 		by, err = test(root, tests, m, "-test.run", properties)
 	}
-	if err == nil && by == "" && t.room.e2e != nil && *withE2E {
+	if err == nil && by == "" && *withE2E {
 		by, err = endToEnd(root, dir, overlay, t.room)
+	}
+	if err == nil && by == "" && *withE2E {
+		by, err = everywhere(root, dir, overlay, t.room)
+	}
+	if err == nil && by == "" && *withE2E {
+		by, err = everywhere(root, dir, overlay, t.room)
 	}
 	switch {
 	case err != nil:
@@ -224,7 +230,7 @@ func tryOne(root, dir string, t tried) (outcome, string) {
 	return caught, by
 }
 
-// endToEnd runs a room's end-to-end tests on a Caddy that has the fault.
+// endToEnd builds a Caddy that has the fault, as caddy in dir, and runs a room's end-to-end tests on it.
 func endToEnd(root, dir, overlay string, r room) (by string, err error) {
 	var names []string
 	for _, file := range r.e2e {
@@ -237,10 +243,14 @@ func endToEnd(root, dir, overlay string, r room) (by string, err error) {
 		}
 	}
 	caddy, tests := filepath.Join(dir, "caddy"), filepath.Join(dir, "e2e")
-	for _, args := range [][]string{{"build", "-overlay", overlay, "-o", caddy, "./cmd/caddy"}, {"test", "-c", "-vet=off", "-o", tests, "./test/e2e"}} {
-		if out, err := output(root, "go", args...); err != nil {
-			return "", fmt.Errorf("%w\n%s", err, out)
-		}
+	if out, err := output(root, "go", "build", "-overlay", overlay, "-o", caddy, "./cmd/caddy"); err != nil {
+		return "", fmt.Errorf("%w\n%s", err, out)
+	}
+	if len(names) == 0 {
+		return "", nil
+	}
+	if out, err := output(root, "go", "test", "-c", "-vet=off", "-o", tests, "./test/e2e"); err != nil {
+		return "", fmt.Errorf("%w\n%s", err, out)
 	}
 	which := "^(" + strings.Join(names, "|") + ")$"
 	by, err = test(root, "env", mutant{dir: "test/e2e", apart: r.apart}, "GPU_BROKER_CADDY="+caddy, tests, "-test.failfast", "-test.parallel", "4", "-test.run", which, "-test.skip", "^(TestAlone|TestSoak|TestReal)", "-test.timeout", "10m")
