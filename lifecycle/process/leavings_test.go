@@ -23,8 +23,12 @@ func TestAHundredStartsLeaveNothing(t *testing.T) {
 	o.load(t)
 	o.unload(t) // what is made once is made now
 	goroutines, files, threads := runtime.NumGoroutine(), count(t, "fd"), count(t, "task")
+	starts := 100
+	if testing.Short() {
+		starts = 25
+	}
 	var pids []int
-	for range 100 {
+	for range starts {
 		pids = append(pids, o.load(t))
 		o.unload(t)
 	}
