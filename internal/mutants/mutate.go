@@ -82,6 +82,27 @@ func (g *generator) isNothing(results []ast.Expr) bool {
 	})
 }
 
+// onlySpeed returns the argument of a call that says how much room is made at once; nil: it has none.
+func onlySpeed(n *ast.CallExpr) ast.Expr {
+	switch f := n.Fun.(type) {
+	case *ast.Ident:
+		if f.Name != "make" || len(n.Args) < 2 {
+			return nil
+		}
+		if _, isMap := n.Args[0].(*ast.MapType); isMap {
+			return n.Args[1]
+		}
+		if len(n.Args) == 3 {
+			return n.Args[2]
+		}
+	case *ast.SelectorExpr:
+		if len(n.Args) == 2 && (f.Sel.Name == "NewReaderSize" || f.Sel.Name == "NewWriterSize") {
+			return n.Args[1]
+		}
+	}
+	return nil
+}
+
 type generator struct {
 	set      *token.FileSet
 	file     string
@@ -131,6 +152,14 @@ func (g *generator) visit(n ast.Node) bool {
 			g.replace("true for false", n, "true")
 		}
 	case *ast.CallExpr:
+		if room := onlySpeed(n); room != nil {
+			for _, arg := range n.Args {
+				if arg != room {
+					ast.Inspect(arg, g.visit)
+				}
+			}
+			return false
+		}
 		if f, ok := n.Fun.(*ast.Ident); ok && len(n.Args) > 1 {
 			switch f.Name {
 			case "min":
