@@ -4,11 +4,15 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"net"
 	"net/http"
+	"os"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"github.com/stretchr/testify/require"
 
 	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
@@ -154,6 +158,11 @@ func TestRetryAfterIsAtMostAMinute(t *testing.T) {
 	}
 }
 
+// refusedBy is what reverse_proxy makes of a connection that did not come about.
+func refusedBy(err error) error {
+	return caddyhttp.Error(http.StatusBadGateway, reverseproxy.NewDialError(&net.OpError{Op: "dial", Net: "tcp", Err: err}))
+}
+
 func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 	_, here := request("GET", "/work")
 	gone, leave := context.WithCancel(here.Context())
@@ -181,6 +190,9 @@ func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 		"its server gave no answer":                {r: here, err: io.ErrUnexpectedEOF, want: scheduler.ServerDied},
 		"its server gave none in max_run":          {r: here, err: io.ErrUnexpectedEOF, cutByUs: true, want: scheduler.NoAnswer},
 		"its client left, which failed the server": {r: left, err: io.ErrUnexpectedEOF, want: scheduler.NoAnswer},
+		"its server took no connection":            {r: here, err: refusedBy(syscall.ECONNREFUSED), want: scheduler.DialRefused},
+		"its server did not answer the connection": {r: here, err: refusedBy(os.ErrDeadlineExceeded), want: scheduler.Unreached},
+		"its client left before it was connected":  {r: left, err: refusedBy(context.Canceled), want: scheduler.Unreached},
 		"its body was at fault":                    {r: here, err: storageFull(io.ErrShortWrite), want: scheduler.NoAnswer},
 	} {
 		j := &job{status: c.status, later: c.later}

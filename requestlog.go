@@ -256,7 +256,7 @@ func (j *job) hasRun(outcome scheduler.Outcome) {
 	switch {
 	case j.entry == nil:
 		return
-	case outcome == scheduler.DialRefused:
+	case outcome == scheduler.DialRefused, outcome == scheduler.Unreached:
 		j.entry.service = -1
 		return
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/http"
 	"strconv"
 	"time"
@@ -214,6 +215,10 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 	case err != nil && refusedDial(err) && j.misrouted() != nil:
 		return scheduler.NoAnswer // its server was not asked
 	case err != nil && refusedDial(err):
+		var network net.Error
+		if left || errors.As(err, &network) && network.Timeout() { // its server may be there, and hang
+			return scheduler.Unreached
+		}
 		return scheduler.DialRefused
 	case cutByUs && (!completed || err != nil && !left && j.status == 0), err != nil && ours(err):
 		return scheduler.NoAnswer
@@ -228,7 +233,7 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 	}
 }
 
-// refusedDial reports whether nothing was sent, as the server did not take the connection.
+// refusedDial reports whether nothing was sent, as no connection came about.
 func refusedDial(err error) bool {
 	if err == nil {
 		return false // without the allocation that errors.As costs

@@ -66,7 +66,7 @@ func (s *State) mayLoadUnasked(sl *slot) bool {
 	return s.sampled && sl.state == Idle && !sl.gone && !sl.lent && !sl.cfg.Stale && !sl.gate.closed && sl.cfg.CanLoad && sl.health == healthGood && s.refusesNew(sl, sl.cfg.Name) == nil
 }
 
-// revive loads those again whose servers have died, as soon as they have cooled down and fit.
+// revive loads those again whose servers have died, as soon as they have cooled down and fit beside what somebody waits for.
 func (s *State) revive(now time.Time) {
 	for _, sl := range s.slots {
 		if !sl.reviving {
@@ -76,12 +76,17 @@ func (s *State) revive(now time.Time) {
 			sl.reviving = false
 			continue
 		}
-		if s.due(now, sl.coolUntil) && s.mayLoadUnasked(sl) && s.holdUp(now, sl) == "" && s.fits(sl) {
+		if s.due(now, sl.coolUntil) && s.mayLoadUnasked(sl) && s.holdUp(now, sl) == "" && !s.keptFree(sl) && s.fits(sl) {
 			sl.reviving = false
 			s.load(now, sl)
 			sl.emptyAt = now
 		}
 	}
+}
+
+// keptFree reports whether a GPU of the slot is kept free, or made so, for one that jobs wait for.
+func (s *State) keptFree(sl *slot) bool {
+	return s.waiting > 0 && slices.ContainsFunc(sl.on, func(h *holding) bool { return s.card(h.card).reserved != nil })
 }
 
 // mute is a probe without a good answer of a server that the driver starts. It

@@ -399,3 +399,21 @@ func TestTheMemoryOfADeadServerIsLookedForUntilItIsBack(t *testing.T) {
 	f.look(time.Second)
 	require.False(t, f.s.FastSampling())
 }
+
+// It would only be unloaded again.
+func TestNothingIsStartedAgainInTheRoomThatIsMadeForAnother(t *testing.T) {
+	f := given(t, 16384, server("a", 5000, restarts(3)), server("c", 15000), server("d", 6000, asksBusy))
+	f.warm("d", 6000)
+	f.warm("a", 5000)
+	f.dies("a", 5000)
+	f.look(time.Second)
+	f.loaded("a")
+	f.use(5000)
+	f.dies("a", 5000)  // and cools down
+	f.slow["d"] = true // it answers later whether its work is done
+	h := f.submit("c")
+	f.look(30 * time.Second)
+	f.requireWaiting(h)
+	require.Equal(t, "waits for d to make room", f.slot("c").Why)
+	f.requireState("a", Idle)
+}

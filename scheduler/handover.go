@@ -528,6 +528,9 @@ func (s *State) vanish(now time.Time, sl *slot, why string) {
 		s.unlock(sl)
 	}
 	s.to(now, sl, Idle)
+	if sl.hides() { // its next process may load past us, as one from before the broker
+		sl.unloaded, sl.started = false, 0
+	}
 	s.emit(Effect{Kind: LookNow, Slot: sl.cfg.Name})
 	s.decide(Decision{At: now, Kind: "gone", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: why})
 }
@@ -539,10 +542,16 @@ func (s *State) leftBehind(c *card, sl *slot) (residue, outsiders gpu.Bytes) {
 		return 0, 0
 	}
 	l, at := s.ledger(c, sl)
+	sh := s.sheet(c, nil)
+	defer s.reuse(sh)
 	rest := l.Used
-	for i, seen := range l.Seen {
-		if i != at {
-			rest -= seen
+	for i, e := range sh.entries {
+		switch {
+		case i == at:
+		case e.State == Unknown: // it is seen last, and what it is booked for is in use all the same
+			rest -= e.Booking
+		default:
+			rest -= l.Seen[i]
 		}
 	}
 	return clamp(rest, 0, l.Seen[at]), l.Outsiders

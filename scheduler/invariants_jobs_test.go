@@ -116,7 +116,9 @@ func (c *checker) held(sl *slot) {
 		told = e.Slot == sl.cfg.Name && !e.Busy && !e.Sent.Before(was.heldAt)
 	case Probed, Died:
 		told = sl.state != Ready
-	case Release, Cancel: // the last job of a server that has died: its held work is gone with it
+	case Release: // the last job of a server that has died, or one that it refused: its held work is gone with it
+		told = sl.state != Ready && (was.dead != "" || e.Outcome == DialRefused)
+	case Cancel:
 		told = sl.state != Ready && was.dead != ""
 	}
 	if told && sl.held == 0 {

@@ -16,6 +16,7 @@ type job struct {
 	submitted time.Time
 	deadline  time.Time
 	started   time.Time
+	server    string // that of the slot when it was started
 
 	client    string
 	keepAlive time.Duration

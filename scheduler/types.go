@@ -267,6 +267,7 @@ const (
 	NoAnswer                   // no response came, or the client left before one did
 	DialRefused                // nothing listened there
 	ServerDied                 // its server went away in the middle of the answer
+	Unreached                  // no connection came about, though something may listen there
 )
 
 // ProbeOutcome is what a health probe came to.

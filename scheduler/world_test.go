@@ -453,10 +453,11 @@ func (w *world) serve(j *simJob) {
 		w.in(takes, func() {
 			switch {
 			case sv.loaded || sv.life != life:
-			case !w.roomFor(sv):
-				w.check.outOfMemory(sv)
-			default:
+			case w.roomFor(sv):
 				w.hold(sv)
+			case sv.cfg.CanLoad && !sv.cfg.CanTell: // it has died and come back, and nothing could tell that it has to load anew
+			default:
+				w.check.outOfMemory(sv)
 			}
 		})
 	}
