@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"github.com/stretchr/testify/require"
@@ -195,7 +196,7 @@ func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 		"its client left before it was connected":  {r: left, err: refusedBy(context.Canceled), want: scheduler.Unreached},
 		"its body was at fault":                    {r: here, err: storageFull(io.ErrShortWrite), want: scheduler.NoAnswer},
 	} {
-		j := &job{status: c.status, later: c.later}
+		j := &job{status: c.status, later: c.later, target: &target{}, repl: caddy.NewReplacer()}
 		require.Equal(t, c.want, j.outcome(c.r, c.err, !c.died, c.cutByUs), name)
 	}
 }

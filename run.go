@@ -4,9 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"net/http"
 	"strconv"
+	"strings"
+	"syscall"
 	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
@@ -215,11 +216,10 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 	case err != nil && refusedDial(err) && j.misrouted() != nil:
 		return scheduler.NoAnswer // its server was not asked
 	case err != nil && refusedDial(err):
-		var network net.Error
-		if left || errors.As(err, &network) && network.Timeout() { // its server may be there, and hang
-			return scheduler.Unreached
+		if !left && nobodyListens(err) {
+			return scheduler.DialRefused
 		}
-		return scheduler.DialRefused
+		return scheduler.Unreached // its server may be there, and hang
 	case cutByUs && (!completed || err != nil && !left && j.status == 0), err != nil && ours(err):
 		return scheduler.NoAnswer
 	case err != nil && !left && j.status == 0:
@@ -240,6 +240,12 @@ func refusedDial(err error) bool {
 	}
 	var dial reverseproxy.DialError
 	return errors.As(err, &dial)
+}
+
+// nobodyListens reports whether a connection failed because no process listens there. DialError shows no more of its cause than the text.
+func nobodyListens(err error) bool {
+	text := err.Error()
+	return strings.Contains(text, syscall.ECONNREFUSED.Error()) || strings.Contains(text, syscall.ENOENT.Error()) // of a socket in the file system
 }
 
 // ours reports whether a request failed of the client or of this machine, not of its server.
