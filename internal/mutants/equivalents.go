@@ -9,6 +9,7 @@ var equivalent = map[string]string{
 	`routing/scan.go: string: for i+8 <= len(buf) && allPlain(binary.LittleEndian.Uint64(buf[i:])) { => for i+8 < len(buf) && allPlain(binary.LittleEndian.Uint64(buf[i:])) {`: "the last eight bytes are read one by one instead",
 
 	"request path/run.go: run: if limit > 0 { => if limit > 1 {": "the bound would be a nanosecond",
+	"request path/run.go: run: ranOut := func() bool { return limit > 0 && errors.Is(context.Cause(inner.Context()), errMaxRun) } => ranOut := func() bool { return limit > 1 && errors.Is(context.Cause(inner.Context()), errMaxRun) }": "the bound would be a nanosecond",
 
 	"lifecycle/process/child_linux.go: hold: runtime.UnlockOSThread() => {}":                                                                                          "the runtime parks a main thread whose goroutine has ended, and works with others",
 	"lifecycle/process/reap_linux.go: endOrphans: for wait := firstLook; ; wait = min(2*wait, lastLook) { => for wait := firstLook; ; wait = min(3*wait, lastLook) {": pace,
