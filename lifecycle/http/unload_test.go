@@ -149,6 +149,36 @@ func TestUnloadOfAServerThatStaysAwayEndsLongBeforeItsTimeOut(t *testing.T) {
 	assert.Less(t, took, patience/2)
 }
 
+// Each time that it is away counts by itself.
+func TestUnloadOfAServerThatGoesAwayTwiceIsWaitedForAnew(t *testing.T) {
+	f := newFake(t)
+	gone := make(chan time.Time, 1)
+	f.handle("POST /unload", func(http.ResponseWriter, *http.Request) {
+		_ = f.Listener.Close()
+		time.AfterFunc(goneFor, func() {
+			again, err := net.Listen("tcp", f.addr)
+			if err != nil {
+				close(gone)
+				return
+			}
+			var once sync.Once
+			_ = http.Serve(again, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				says(200, `{"loaded":true}`)(w, r)
+				once.Do(func() {
+					_ = again.Close()
+					gone <- time.Now()
+				})
+			}))
+		})
+	})
+	confirmed, err := open(t, unloadConfig, f.addr).Unload(t.Context(), lifecycle.Target{})
+	second, ok := <-gone
+	require.True(t, ok, "its port could not be taken again")
+	require.NoError(t, err)
+	assert.False(t, confirmed)
+	assert.GreaterOrEqual(t, time.Since(second), time.Second, "it may only be starting anew")
+}
+
 func TestForEachWhoseListFailsAtOnceIsAskedForOnce(t *testing.T) {
 	for name, answer := range map[string]http.HandlerFunc{
 		"an error": says(500, "boom"), "nonsense": says(200, "nonsense"), "no list of values": says(200, `{"models":[{"name":{}}]}`),
