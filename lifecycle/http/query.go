@@ -116,7 +116,7 @@ func truth(value any) bool {
 func amount(value any, unit gpu.Bytes) gpu.Bytes {
 	total, ok := sum(value)
 	total *= float64(unit)
-	if !ok || math.IsNaN(total) || total < 0 || total >= math.MaxInt64 {
+	if !ok || total >= math.MaxInt64 {
 		return -1
 	}
 	return gpu.Bytes(total)

@@ -151,32 +151,53 @@ func TestUnloadOfAServerThatStaysAwayEndsLongBeforeItsTimeOut(t *testing.T) {
 
 // Each time that it is away counts by itself.
 func TestUnloadOfAServerThatGoesAwayTwiceIsWaitedForAnew(t *testing.T) {
+	for range 5 { // a crowded machine may bring it back too late
+		if second := unloadsAndGoesTwice(t); !second.IsZero() {
+			assert.GreaterOrEqual(t, time.Since(second), time.Second, "it may only be starting anew")
+			return
+		}
+	}
+	t.Fatal("the server was never back within a second")
+}
+
+// unloadsAndGoesTwice unloads a server that is away for a moment, answers once, and goes for good. It returns when; zero: it was given up before that.
+func unloadsAndGoesTwice(t *testing.T) (second time.Time) {
 	f := newFake(t)
-	gone := make(chan time.Time, 1)
+	var mu sync.Mutex
+	var again net.Listener
+	over := false
 	f.handle("POST /unload", func(http.ResponseWriter, *http.Request) {
 		_ = f.Listener.Close()
 		time.AfterFunc(goneFor, func() {
-			again, err := net.Listen("tcp", f.addr)
-			if err != nil {
-				close(gone)
+			mu.Lock()
+			defer mu.Unlock()
+			var err error
+			if again, err = net.Listen("tcp", f.addr); err != nil || over {
 				return
 			}
-			var once sync.Once
-			_ = http.Serve(again, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-				says(200, `{"loaded":true}`)(w, r)
-				once.Do(func() {
-					_ = again.Close()
-					gone <- time.Now()
-				})
-			}))
+			go func(l net.Listener) {
+				_ = http.Serve(l, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+					says(200, `{"loaded":true}`)(w, r)
+					mu.Lock()
+					defer mu.Unlock()
+					if second.IsZero() {
+						_ = l.Close()
+						second = time.Now()
+					}
+				}))
+			}(again)
 		})
 	})
 	confirmed, err := open(t, unloadConfig, f.addr).Unload(t.Context(), lifecycle.Target{})
-	second, ok := <-gone
-	require.True(t, ok, "its port could not be taken again")
-	require.NoError(t, err)
+	mu.Lock()
+	defer mu.Unlock()
+	over = true
+	if again != nil {
+		_ = again.Close()
+	}
+	assert.NoError(t, err)
 	assert.False(t, confirmed)
-	assert.GreaterOrEqual(t, time.Since(second), time.Second, "it may only be starting anew")
+	return second
 }
 
 func TestForEachWhoseListFailsAtOnceIsAskedForOnce(t *testing.T) {
