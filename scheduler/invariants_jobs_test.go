@@ -117,7 +117,7 @@ func (c *checker) held(sl *slot) {
 	case Probed, Died:
 		told = sl.state != Ready
 	case Release: // the last job of a server that has died, or one that it refused: its held work is gone with it
-		told = sl.state != Ready && (was.dead != "" || e.Outcome == DialRefused)
+		told = sl.state != Ready && was.dead != "" || e.Outcome == DialRefused // a lazy one may be READY again in the same step
 	case Cancel:
 		told = sl.state != Ready && was.dead != ""
 	}
