@@ -215,10 +215,9 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 		return scheduler.ServerDied
 	case err != nil && refusedDial(err) && j.misrouted() != nil:
 		return scheduler.NoAnswer // its server was not asked
+	case err != nil && refusedDial(err) && !left && nobodyListens(err):
+		return scheduler.DialRefused
 	case err != nil && refusedDial(err):
-		if !left && nobodyListens(err) {
-			return scheduler.DialRefused
-		}
 		return scheduler.Unreached // its server may be there, and hang
 	case cutByUs && (!completed || err != nil && !left && j.status == 0), err != nil && ours(err):
 		return scheduler.NoAnswer

@@ -510,53 +510,6 @@ func (s *State) unloadByHand(now time.Time, slotName string) {
 	}
 }
 
-// vanish is the edge of a slot whose memory went without us: a crash, or its own doing.
-func (s *State) vanish(now time.Time, sl *slot, why string) {
-	if sl.cfg.TurnOnly {
-		return
-	}
-	s.learnPeak(sl)
-	s.cards(sl, func(c *card, h *holding) {
-		h.residue, h.baseOut = s.leftBehind(c, sl)
-		h.base, h.baseFree, h.frozen = h.residue, c.Free, false
-		c.ebbs = now.Add(quiet)
-		h.booking, h.drop, h.hasMeas = 0, 0, false
-	})
-	if sl.held > 0 { // the work that went on there is gone with it
-		s.ended(sl.held)
-		sl.held, sl.orphans = 0, 0
-		s.unlock(sl)
-	}
-	s.to(now, sl, Idle)
-	if sl.hides() { // its next process may load past us, as one from before the broker
-		sl.unloaded, sl.started = false, 0
-	}
-	s.emit(Effect{Kind: LookNow, Slot: sl.cfg.Name})
-	s.decide(Decision{At: now, Kind: "gone", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: why})
-}
-
-// leftBehind is what a slot that is not loaded any more may still hold of a
-// GPU, until samples show it free, and what outsiders hold beside it.
-func (s *State) leftBehind(c *card, sl *slot) (residue, outsiders gpu.Bytes) {
-	if !c.Known {
-		return 0, 0
-	}
-	l, at := s.ledger(c, sl)
-	sh := s.sheet(c, nil)
-	defer s.reuse(sh)
-	rest := l.Used
-	for i, e := range sh.entries {
-		switch {
-		case i == at:
-		case e.State == Unknown: // it is seen last, and what it is booked for is in use all the same
-			rest -= e.Booking
-		default:
-			rest -= l.Seen[i]
-		}
-	}
-	return clamp(rest, 0, l.Seen[at]), l.Outsiders
-}
-
 // retire unloads a slot that is not in the config any more, once nobody waits for it.
 func (s *State) retire(now time.Time, sl *slot) {
 	if sl.queue.count > 0 || sl.parked > 0 || sl.busy() || s.succeeded(sl) {

@@ -403,60 +403,6 @@ func (s *State) relock() {
 	}
 }
 
-// refused acts on a connection that did not come about. Its server's state is taken anew from a probe. If the connection
-// was refused, no process listens: the models that it held are gone (spec §1.11).
-func (s *State) refused(now time.Time, sl *slot, gone bool) {
-	s.emit(Effect{Kind: ProbeNow, Slot: sl.cfg.Name})
-	if sl.cfg.Starts { // it is dying, or comes up anew: a probe, or Died, tells
-		if sl.cfg.CanProbe {
-			sl.suspects(now)
-		}
-		return
-	}
-	s.awaitProbe(sl)
-	sl.since = now
-	if !gone || s.cfg.Mode != Evicting || sl.cfg.Cloud {
-		return
-	}
-	for _, o := range s.slots { // the other models of a server go with its process
-		switch {
-		case o != sl && (sl.cfg.Server == "" || o.cfg.Server != sl.cfg.Server), o.state != Ready, o.active > 0:
-		case o.cfg.Starts: // a probe, or Died, tells
-		case !o.cfg.CanTell && !o.cfg.startsIdle(): // it may come back loaded, and nobody could tell or unload it then
-			s.startsAnew(o)
-		default:
-			s.awaitProbe(o)
-			s.vanish(now, o, "a connection to its server was refused")
-			if o.cfg.Consumer != sl.cfg.Consumer {
-				s.emit(Effect{Kind: ProbeNow, Slot: o.cfg.Name})
-			}
-		}
-	}
-}
-
-// startsAnew counts a READY slot as one whose process has ended, and may load past us: what it is booked for is kept for
-// it, until free memory falls by that, or it has worked again.
-func (s *State) startsAnew(sl *slot) {
-	sl.settled = false
-	s.cards(sl, func(c *card, h *holding) {
-		h.drop, h.before, h.loadFree, h.blind, h.frozen = 0, 0, c.Free, !c.Known, s.transition(c.Index) != nil
-	})
-}
-
-// awaitProbe lets a slot's jobs wait until its server answers a probe.
-func (s *State) awaitProbe(sl *slot) {
-	if sl.cfg.CanProbe && sl.health == healthGood {
-		sl.health, sl.timeouts = healthUnknown, 0
-	}
-}
-
-// suspects notes that a loaded server that the driver starts may have died.
-func (sl *slot) suspects(now time.Time) {
-	if sl.cfg.Starts && sl.state == Ready {
-		sl.suspect = now
-	}
-}
-
 // worksOn reports whether the server may work on a request that was broken off: its busy route tells, or the configuration says so.
 func (s *State) worksOn(sl *slot, outcome Outcome) bool {
 	return (sl.cfg.CanBusy || sl.cfg.WorksOn) && outcome != DialRefused && outcome != Unreached && outcome != ServerDied && outcome != Accepted &&
