@@ -236,7 +236,7 @@ func test(root, tests string, m mutant, which ...string) (string, error) {
 	return verdictOf(filepath.Join(root, m.folder()), m.apart, tests, args...)
 }
 
-// verdictOf runs a program of tests in a folder, if it is said so apart, and says which failed; empty: none.
+// verdictOf runs a program of tests in a folder, alone in a PID namespace if need be, and reports which failed; empty: none.
 func verdictOf(dir string, alone bool, program string, args ...string) (string, error) {
 	if alone {
 		program, args = "unshare", slices.Concat(apart, []string{program}, args)
@@ -264,8 +264,8 @@ func verdictOf(dir string, alone bool, program string, args ...string) (string, 
 }
 
 func output(dir, name string, args ...string) (string, error) {
-	bound := limit + time.Minute                                    // the tests' own time-out comes first
-	if name == "go" || slices.Contains(append(args, name), "env") { // env: end-to-end tests, with a bound of their own
+	bound := limit + time.Minute                                       // the tests' own time-out comes first
+	if name == "go" || name == "env" || slices.Contains(args, "env") { // env, in a namespace of its own or not: end-to-end tests, with a bound of their own
 		bound = buildLimit
 	}
 	ctx, cancel := context.WithTimeout(interrupted, bound)
