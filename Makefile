@@ -76,6 +76,11 @@ soak: build bin/gotestsum ## a storm over one site: clients, reloads, dying serv
 	mkdir -p $(RESULTS)
 	bin/gotestsum --format standard-verbose --jsonfile $(RESULTS)/$@.json -- -count=1 -timeout 0 -run '^TestSoak$$' ./test/e2e
 
+.PHONY: stalls
+stalls: export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy
+stalls: build ## end-to-end tests on a machine that stands still now and then; STALL=1.2 RUN=2 seconds
+	scripts/stalls.sh
+
 .PHONY: routes
 routes: export GPU_BROKER_CADDY := $(CURDIR)/bin/caddy
 routes: build ## random requests at every preset, ROUTES=10m, ROUTES_SEED=1, and at its lists without a site

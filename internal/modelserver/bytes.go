@@ -68,17 +68,26 @@ type pattern struct {
 func newPattern(seed uint64) *pattern { return &pattern{state: seed} }
 
 func (p *pattern) Read(out []byte) (int, error) {
-	for n := 0; n < len(out); {
-		if len(p.rest) == 0 {
-			p.state += 0x9e3779b97f4a7c15
-			z := p.state
-			z = (z ^ z>>30) * 0xbf58476d1ce4e5b9
-			z = (z ^ z>>27) * 0x94d049bb133111eb
-			p.rest = binary.LittleEndian.AppendUint64(p.rest[:0], z^z>>31)
-		}
-		copied := copy(out[n:], p.rest)
-		p.rest = p.rest[copied:]
-		n += copied
+	n := copy(out, p.rest)
+	p.rest = p.rest[n:]
+	state := p.state
+	for ; len(out)-n >= 8; n += 8 {
+		state += step
+		binary.LittleEndian.PutUint64(out[n:], mixed(state))
 	}
+	if n < len(out) {
+		state += step
+		p.rest = binary.LittleEndian.AppendUint64(p.rest[:0], mixed(state))
+		p.rest = p.rest[copy(out[n:], p.rest):]
+	}
+	p.state = state
 	return len(out), nil
+}
+
+const step = 0x9e3779b97f4a7c15
+
+func mixed(z uint64) uint64 {
+	z = (z ^ z>>30) * 0xbf58476d1ce4e5b9
+	z = (z ^ z>>27) * 0x94d049bb133111eb
+	return z ^ z>>31
 }

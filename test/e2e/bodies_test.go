@@ -87,8 +87,12 @@ func (s *site) holdLoad(name string) (end func()) {
 // every is a body with every byte there is, as long as asked for.
 func every(size int) []byte {
 	out := make([]byte, size)
-	for i := range out {
+	const period = 64 << 10
+	for i := range min(size, period) {
 		out[i] = byte(i + i>>8)
+	}
+	for at := period; at < size; at += period {
+		copy(out[at:], out[:period])
 	}
 	return out
 }

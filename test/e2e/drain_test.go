@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"bytes"
 	"encoding/json"
 	"io"
 	"net/http"
@@ -46,6 +47,11 @@ func (s *site) turnedAway(a answer) errorDoc {
 	require.Equal(s.t, "draining", doc.Code)
 	require.NotEmpty(s.t, doc.Consumer)
 	return doc
+}
+
+// beginsStream reports whether what came of a stream is what was sent.
+func beginsStream(came []byte) bool {
+	return bytes.HasPrefix(modelserver.StreamBytes(bytes.Count(came, []byte("\n\n"))+1), came)
 }
 
 // streams starts a stream of a consumer and waits until it runs.

@@ -91,14 +91,13 @@ func TestFC05_RetryOfAClientThatGaveUpIsServedByTheLoadThatItBegan(t *testing.T)
 	s := start(t, layout{Consumers: []consumer{slowLoad("m", 9, load)}})
 	s.gaveUp(s.impatient(load*3/4, "/m/synthesize", "x"))
 	require.Equal(t, "LOADING", s.state("m"), "it goes on without anybody")
-	a := s.ok(s.impatient(load*3/4, "/m/synthesize", "x"))
-	require.Less(t, a.took, load*3/4)
+	s.serve("m")
 	require.Equal(t, 1, s.servers["m"].Stats().LoadsStarted)
 }
 
 func TestFC05_LazyServerIsWarmForTheRetry(t *testing.T) {
 	t.Parallel()
-	const load = 2400 * time.Millisecond // room for a busy machine
+	const load = 4 * time.Second // a quarter of it is room for a busy machine
 	plain := slowLoad("m", 9, load)
 	plain.Lazy = true
 	plain.Lines = "lifecycle_by_hand\nhealth /health {\nloaded $.loaded\nresident_mib $.gpu_resident_mib\n}\nunload POST /api/admin/unload"
@@ -199,7 +198,7 @@ func serveOn(t testing.TB, h http.Handler) string {
 
 func TestFC05_LazyServerThatBreaksOffItsLoadWithTheRequestIsWarmForTheRetry(t *testing.T) {
 	t.Parallel()
-	const load = 1200 * time.Millisecond
+	const load = 3200 * time.Millisecond
 	f := &fickle{load: load}
 	addr := serveOn(t, f)
 	s := start(t, layout{
@@ -278,11 +277,11 @@ func (s *site) leavesLoadBehind() (wants <-chan answer, left time.Time) {
 func TestLoadThatNobodyWaitsForGivesWayAndLeavesNothingBooked(t *testing.T) {
 	t.Parallel()
 	const abandon = 300 * time.Millisecond
-	s := start(t, layout{Global: "abandon_after " + abandon.String(), Consumers: []consumer{slowLoad("a", 9, 3*time.Second), plainModel("b", 9)}})
+	s := start(t, layout{Global: "abandon_after " + abandon.String(), Consumers: []consumer{slowLoad("a", 9, 8*time.Second), plainModel("b", 9)}})
 	wants, left := s.leavesLoadBehind()
 	s.waitState("a", "STOPPING")
 	require.GreaterOrEqual(t, time.Since(left), abandon-50*time.Millisecond, "not before")
-	require.Less(t, time.Since(left), abandon+time.Second, "nor much later")
+	require.Less(t, time.Since(left), abandon+4*time.Second, "nor much later")
 	s.ok(wants)
 	st := s.status()
 	a := st.Consumers["a"].Slots[0]

@@ -210,7 +210,7 @@ func TestK1_NoNameDelaysAnotherConsumersModel(t *testing.T) {
 		for range 10 {
 			a := s.post("/tts/", "x")
 			require.Equal(t, 200, a.status)
-			require.Less(t, a.took, time.Second, "while %s is asked for", name)
+			require.Less(t, a.took, 3*time.Second, "while %s is asked for", name)
 		}
 		s.await(other)
 		require.Equal(t, 200, s.adminDo("POST", "/gpu_broker/consumers/ollama/unload", "", "").status)

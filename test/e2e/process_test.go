@@ -210,8 +210,7 @@ func TestFC29ServersThatForkAreStoppedAsAGroup(t *testing.T) {
 	require.Empty(t, groupOf(t, one))
 }
 
-func TestDeadServerIsNoticedAtOnceAndStartedForTheNextRequest(t *testing.T) {
-	t.Parallel()
+func TestAlone_DeadServerIsNoticedAtOnceAndStartedForTheNextRequest(t *testing.T) {
 	s := supervised(t, "probe_interval 1h", nil, started{name: "one", vram: "7GiB"})
 	s.serve("one")
 	pid := s.process("one").PID

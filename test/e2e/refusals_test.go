@@ -268,7 +268,8 @@ func TestBusySingleThreadedServerThatAnswersNoProbeIsNotUnhealthy(t *testing.T) 
 	t.Parallel()
 	c := plainModel("mvoice", 2.8)
 	c.Concurrency = 1 // single-threaded: while it works it answers nothing
-	s := start(t, layout{Global: "probe_interval 50ms\nprobe_timeout 100ms", Consumers: []consumer{c}})
+	// A busy machine may keep it from answering once while it is idle.
+	s := start(t, layout{Global: "probe_interval 50ms\nprobe_timeout 600ms", Consumers: []consumer{c}})
 	s.serve("mvoice")
 	first, end := s.works("mvoice")
 	second := s.send("POST", "/mvoice/synthesize?ms=200", "two")
@@ -309,7 +310,7 @@ func TestBudgetThatEndsIs504AndStartsNothing(t *testing.T) {
 	s.ok(runs)
 	require.Zero(t, s.servers["a"].Stats().LoadsStarted)
 	require.Zero(t, s.unloadCalls())
-	s.serve("a") // and nothing is left of it
+	s.until("nothing is left of it", func() bool { return s.post("/a/synthesize", "hello").status == 200 }) // the budget may end before the load
 }
 
 func TestErrorDocumentIsOpenAIsAndReadableForAPageOfAnotherOrigin(t *testing.T) {

@@ -131,7 +131,7 @@ func (k *storm) long(name string, y *tally) {
 		c := k.newClient()
 		c.Timeout = 0 // under the race detector the storm may take longer than any one request
 		a := k.doWith(c, k.longStreams, "GET", uri, nil)
-		whole := bytes.HasPrefix(modelserver.StreamBytes(100000), a.body) && len(a.body) > 100
+		whole := beginsStream(a.body) && len(a.body) > 100
 		if !errors.Is(a.err, context.Canceled) || a.status != 200 || !whole {
 			y.mu.Lock()
 			y.bad = append(y.bad, fmt.Sprintf("%s: %d %v, %d bytes", uri, a.status, a.err, len(a.body)))
@@ -359,7 +359,7 @@ func TestFiftyReloadsUnderLoadLoseNothing(t *testing.T) {
 			took.Round(time.Millisecond), sent, good, len(unread), plainSent, plainGood, len(plainUnread))
 		require.Empty(t, bad)
 		require.Empty(t, plainBad)
-		require.Greater(t, good, 500, "there was load")
+		require.Greater(t, good, 200, "there was load")
 		// A connection that ends while its next request is on the way is a race of HTTP itself. It is none
 		// if Caddy has read the request: then it is in the access log.
 		read := k.urisRead()

@@ -220,6 +220,7 @@ func TestWhatWaitsUnderTheOldConfigurationIsServedAfterItIsGone(t *testing.T) {
 			s.ok(warm)
 			s.nothingRuns()
 			require.Equal(t, 1, s.servers["b"].Stats().LoadsStarted)
+			s.until("the server has ended all, too", func() bool { return s.servers["b"].Stats().Worked >= len(sizes) })
 			require.Equal(t, len(sizes), s.servers["b"].Stats().Worked)
 		})
 	}

@@ -60,7 +60,7 @@ func TestRequestLogTellsWhoWasServedWhoLeftAndWhoWasRefused(t *testing.T) {
 	const log = "request_log {env.HOME}/requests.csv"
 	a := plainModel("a", 9)
 	a.Route = "priority 30"
-	a.Lines = "budget 300ms"
+	a.Lines = "budget 1500ms"
 	s := start(t, layout{Global: log, Consumers: []consumer{a, plainModel("b", 9)}})
 	began := time.Now()
 	require.Equal(t, 200, s.post("/a/synthesize?ms=40", "x").status)
@@ -98,7 +98,7 @@ func TestRequestLogTellsWhoWasServedWhoLeftAndWhoWasRefused(t *testing.T) {
 	require.Equal(t, "budget_exceeded", got["code"])
 	require.Empty(t, got["service_seconds"])
 	require.Empty(t, got["patience"], "it did not leave by itself")
-	require.GreaterOrEqual(t, secondsOf(t, got["wait_seconds"]), 0.29)
+	require.GreaterOrEqual(t, secondsOf(t, got["wait_seconds"]), 1.49)
 	end()
 
 	// It survives a reload, follows its path, and ends with its word.

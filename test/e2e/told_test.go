@@ -69,7 +69,7 @@ func TestEveryRefusalIsToldOnce(t *testing.T) {
 	t.Parallel()
 	relayed, relay := viaRelay(t, beside("relayed", "", ""))
 	s := oneURL(t, layout{Total: "24GiB", Global: "max_buffered 1MiB", Consumers: []consumer{
-		relayed, beside("small", "", "max_body 1KiB"), beside("fenced", "blocked POST /admin/*", ""), beside("slow", "max_run 300ms", ""),
+		relayed, beside("small", "", "max_body 1KiB"), beside("fenced", "blocked POST /admin/*", ""), beside("slow", "max_run 1500ms", ""),
 		beside("off", "", ""), plainModel("giant", 40), beside("gone", "", ""), beside("brief", "", "budget 200ms"),
 	}}, "model_from body")
 	s.reloaded(func(c string) string { return strings.Replace(c, "consumer off {", "consumer off {\nenabled off", 1) })
