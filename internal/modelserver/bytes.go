@@ -8,11 +8,14 @@ import (
 	"io"
 )
 
-// AudioBytes is what GET /audio/big?bytes=N answers. Each byte depends on its
+// Audio is what GET /audio/big answers, without end. Each byte depends on its
 // place, so that a hole or a swap shows.
+func Audio() io.Reader { return newPattern(0) }
+
+// AudioBytes is what GET /audio/big?bytes=N answers.
 func AudioBytes(n int64) []byte {
 	out := make([]byte, n)
-	_, _ = io.ReadFull(newPattern(0), out) // a pattern never ends and never fails
+	_, _ = io.ReadFull(Audio(), out) // it never ends and never fails
 	return out
 }
 
