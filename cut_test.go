@@ -3,6 +3,7 @@ package gpubroker
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"net"
 	"net/http"
@@ -161,7 +162,7 @@ func TestRetryAfterIsAtMostAMinute(t *testing.T) {
 
 // refusedBy is what reverse_proxy makes of a connection that did not come about.
 func refusedBy(err error) error {
-	return caddyhttp.Error(http.StatusBadGateway, reverseproxy.NewDialError(&net.OpError{Op: "dial", Net: "tcp", Err: err}))
+	return caddyhttp.Error(http.StatusBadGateway, reverseproxy.NewDialError(&net.OpError{Op: "dial", Net: "tcp", Err: os.NewSyscallError("connect", err)}))
 }
 
 func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
@@ -197,7 +198,30 @@ func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 		"its body was at fault":                    {r: here, err: storageFull(io.ErrShortWrite), want: scheduler.NoAnswer},
 	} {
 		j := &job{status: c.status, later: c.later, target: &target{}, repl: caddy.NewReplacer()}
+		j.repl.Set("http.reverse_proxy.upstream.hostport", "127.0.0.1:8080")
 		require.Equal(t, c.want, j.outcome(c.r, c.err, !c.died, c.cutByUs), name)
+	}
+}
+
+func TestOnlyTheServersOwnAddressTellsThatNobodyListensThere(t *testing.T) {
+	for text, c := range map[string]struct {
+		upstream string
+		want     bool
+	}{
+		"dial tcp 127.0.0.1:8080: connect: connection refused":                                      {"127.0.0.1:8080", true},
+		"dial tcp [::1]:8080: connect: connection refused":                                          {"[::1]:8080", true},
+		"dial unix /run/s.sock: connect: connection refused":                                        {"/run/s.sock", true},
+		"dial unix @s: connect: connection refused":                                                 {"@s", true},
+		"dial unix /run/gone.sock: connect: no such file or directory":                              {"/run/gone.sock", false}, // its process may listen on without it
+		"dial tcp 10.0.0.7:8080: connect: no route to host":                                         {"10.0.0.7:8080", false},
+		"dial tcp 127.0.0.1:8080: i/o timeout":                                                      {"127.0.0.1:8080", false},
+		"dial tcp [::1]:8081: connect: connection refused":                                          {"localhost:8081", false}, // 127.0.0.1 may have hung
+		"dial tcp: lookup llm on 10.0.0.1:53: read udp 10.0.0.2:9->10.0.0.1:53: connection refused": {"llm:8080", false},
+		"proxyconnect tcp: dial tcp 10.0.0.9:3128: connect: connection refused":                     {"10.0.0.7:8080", false},
+	} {
+		j := &job{repl: caddy.NewReplacer()}
+		j.repl.Set("http.reverse_proxy.upstream.hostport", c.upstream)
+		require.Equal(t, c.want, j.nobodyListens(reverseproxy.NewDialError(errors.New(text))), text)
 	}
 }
 

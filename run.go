@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"net/netip"
 	"strconv"
 	"strings"
 	"syscall"
@@ -215,7 +216,7 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 		return scheduler.ServerDied
 	case err != nil && refusedDial(err) && j.misrouted() != nil:
 		return scheduler.NoAnswer // its server was not asked
-	case err != nil && refusedDial(err) && !left && nobodyListens(err):
+	case err != nil && refusedDial(err) && !left && j.nobodyListens(err):
 		return scheduler.DialRefused
 	case err != nil && refusedDial(err):
 		return scheduler.Unreached // its server may be there, and hang
@@ -241,10 +242,16 @@ func refusedDial(err error) bool {
 	return errors.As(err, &dial)
 }
 
-// nobodyListens reports whether a connection failed because no process listens there. DialError shows no more of its cause than the text.
-func nobodyListens(err error) bool {
+// nobodyListens reports whether a connection failed because no process listens at the server's address. DialError shows no
+// more of its cause than the text. Of a name with several addresses it tells the first one's fault alone.
+func (j *job) nobodyListens(err error) bool {
 	text := err.Error()
-	return strings.Contains(text, syscall.ECONNREFUSED.Error()) || strings.Contains(text, syscall.ENOENT.Error()) // of a socket in the file system
+	if !strings.Contains(text, "connect: "+syscall.ECONNREFUSED.Error()) || strings.Contains(text, "proxyconnect") {
+		return false
+	}
+	address, _ := j.repl.GetString("http.reverse_proxy.upstream.hostport")
+	_, noAddress := netip.ParseAddrPort(address)
+	return noAddress == nil || strings.Contains(text, "dial unix ")
 }
 
 // ours reports whether a request failed of the client or of this machine, not of its server.

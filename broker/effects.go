@@ -168,7 +168,7 @@ func (b *Broker) unload(driver lifecycle.Driver, timeout time.Duration, t lifecy
 	confirmed, err := driver.Unload(ctx, t)
 	done := scheduler.UnloadDone{Slot: e.Slot, Epoch: e.Epoch, Confirmed: confirmed}
 	if err != nil {
-		done.Err = err.Error()
+		done.Err, done.Refused = err.Error(), errors.Is(err, lifecycle.ErrRefused)
 	}
 	b.step(done)
 }

@@ -10,7 +10,7 @@ import (
 // What is known of servers whose process is gone, or seems to be.
 
 // refused acts on a connection that did not come about. Its server's state is taken anew from a probe. If the connection
-// was refused, no process listens: the models that it held are gone (spec §1.11).
+// was refused, no process listens: the models that it held are gone, and so is the work (spec §1.11).
 func (s *State) refused(now time.Time, sl *slot, gone bool) {
 	s.emit(Effect{Kind: ProbeNow, Slot: sl.cfg.Name})
 	if sl.cfg.Starts { // it is dying, or comes up anew: a probe, or Died, tells
@@ -19,20 +19,28 @@ func (s *State) refused(now time.Time, sl *slot, gone bool) {
 		}
 		return
 	}
+	if !gone && sl.busy() { // it computes, and may be too slow to take another
+		return
+	}
 	s.awaitProbe(sl)
 	sl.since = now
-	if !gone || s.cfg.Mode != Evicting || sl.cfg.Cloud {
+	if !gone || sl.cfg.Cloud {
 		return
 	}
 	for _, o := range s.slots { // the other models of a server go with its process
-		switch {
-		case o != sl && (sl.cfg.Server == "" || o.cfg.Server != sl.cfg.Server), o.state != Ready, o.active > 0:
-		case o.cfg.Starts: // a probe, or Died, tells
-		case !o.cfg.CanTell && !o.cfg.startsIdle(): // it may come back loaded, and nobody could tell or unload it then
-			s.startsAnew(o)
-		default:
+		if o != sl && (sl.cfg.Server == "" || o.cfg.Server != sl.cfg.Server) || o.cfg.Starts || o.state != Ready {
+			continue
+		}
+		if o.active > 0 { // its jobs break off by themselves
+			o.refusedAt = now
+			continue
+		}
+		if o.held > 0 {
+			s.letGo(now, o, o.held)
+		}
+		if s.cfg.Mode == Evicting {
 			s.awaitProbe(o)
-			s.vanish(now, o, "a connection to its server was refused")
+			s.processEnded(now, o, "a connection to its server was refused")
 			if o.cfg.Consumer != sl.cfg.Consumer {
 				s.emit(Effect{Kind: ProbeNow, Slot: o.cfg.Name})
 			}
@@ -40,13 +48,49 @@ func (s *State) refused(now time.Time, sl *slot, gone bool) {
 	}
 }
 
+// processEnded acts on a slot whose process has ended: what it held is gone. If it comes back, some servers can neither tell
+// whether they are loaded nor be unloaded to be sure. Those count as loaded once a probe finds them and their memory
+// is taken, and all the while if there is no probe.
+func (s *State) processEnded(now time.Time, sl *slot, why string) {
+	blind := !sl.cfg.CanTell && !sl.cfg.startsIdle() && sl.state == Ready
+	if blind && !sl.cfg.CanProbe {
+		s.startsAnew(sl)
+		return
+	}
+	s.vanish(now, sl, why)
+	sl.returns = blind
+}
+
+// comeBack counts a slot as loaded again whose process ended while it was: its server answers, and as much memory is taken
+// as would explain it. It reports whether it does.
+func (s *State) comeBack(now time.Time, sl *slot) (back bool) {
+	if !sl.returns || sl.health != healthGood {
+		return false
+	}
+	back = true
+	s.cards(sl, func(c *card, h *holding) {
+		switch {
+		case !c.Known:
+		case h.hasMeas:
+			back = back && 2*h.measured >= sl.claim()
+		default:
+			back = back && 2*(s.outsiders(c)-h.baseOut+h.residue) >= sl.claim()
+		}
+	})
+	if back {
+		s.resident(now, sl, "its server answers again, and as much memory is taken as it had")
+	}
+	return back
+}
+
 // startsAnew counts a READY slot as one whose process has ended, and may load past us: what it is booked for is kept for
 // it, until free memory falls by that, or it has worked again.
 func (s *State) startsAnew(sl *slot) {
-	sl.settled = false
+	sl.settled, sl.anew = false, true
 	s.cards(sl, func(c *card, h *holding) {
 		h.drop, h.before, h.loadFree, h.blind, h.frozen = 0, 0, c.Free, !c.Known, s.transition(c.Index) != nil
 	})
+	s.emit(Effect{Kind: LookNow, Slot: sl.cfg.Name})
 }
 
 // awaitProbe lets a slot's jobs wait until its server answers a probe.
@@ -82,7 +126,7 @@ func (s *State) vanish(now time.Time, sl *slot, why string) {
 	}
 	s.to(now, sl, Idle)
 	if sl.hides() { // its next process may load past us, as one from before the broker
-		sl.unloaded, sl.started = false, 0
+		sl.unloaded, sl.started, sl.unloadBad, sl.flushBad, sl.retryAt = false, 0, 0, "", time.Time{}
 	}
 	s.emit(Effect{Kind: LookNow, Slot: sl.cfg.Name})
 	s.decide(Decision{At: now, Kind: "gone", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: why})

@@ -200,6 +200,9 @@ func (s *State) unloadDone(now time.Time, e UnloadDone) {
 		s.flushed(now, v, e.Err)
 	case e.Err != "":
 		s.unloadFailed(now, v, e.Err)
+		if e.Refused && !v.cfg.Starts && v.active == 0 && s.cfg.Mode == Evicting {
+			s.processEnded(now, v, "its server does not listen any more")
+		}
 	default:
 		v.stop.called, v.stop.confirmed, v.stop.at, v.stop.lastRise = true, e.Confirmed, now, now
 		s.emit(Effect{Kind: LookNow, Slot: v.cfg.Name}) // the memory may be back already

@@ -117,9 +117,9 @@ func (c *checker) held(sl *slot) {
 	case Probed, Died:
 		told = sl.state != Ready
 	case Release: // the last job of a server that has died, or one that it refused: its held work is gone with it
-		told = sl.state != Ready && was.dead != "" || e.Outcome == DialRefused // a lazy one may be READY again in the same step
+		told = sl.state != Ready && was.dead != "" || e.Outcome == DialRefused || was.refused // a lazy one may be READY again in the same step
 	case Cancel:
-		told = sl.state != Ready && was.dead != ""
+		told = sl.state != Ready && was.dead != "" || was.refused
 	}
 	if told && sl.held == 0 {
 		for _, j := range c.w.jobs {

@@ -78,6 +78,7 @@ type standing struct {
 	orphans int
 	leftBy  time.Time
 	dead    string
+	refused bool
 	health  health
 	first   JobID
 	warming bool
@@ -92,7 +93,7 @@ type record struct {
 }
 
 func standingOf(sl *slot) standing {
-	return standing{state: sl.state, gate: sl.gate, since: sl.since, lastUse: sl.lastUse, held: sl.held, heldAt: sl.heldAt, orphans: sl.orphans, leftBy: sl.leftBy, health: sl.health, first: sl.first, warming: sl.warming, stop: sl.stop, dead: sl.dead}
+	return standing{state: sl.state, gate: sl.gate, since: sl.since, lastUse: sl.lastUse, held: sl.held, heldAt: sl.heldAt, orphans: sl.orphans, leftBy: sl.leftBy, health: sl.health, first: sl.first, warming: sl.warming, stop: sl.stop, dead: sl.dead, refused: !sl.refusedAt.IsZero()}
 }
 
 func (c *checker) before(e Event) {
@@ -187,7 +188,7 @@ func (c *checker) edge(sl *slot, effects []Effect) {
 			why = was.state == Loading && e.Slot == sl.cfg.Name && e.Epoch == c.epochs[e.Slot] || has(Admit)
 		case UnloadDone:
 			why = was.state == Stopping && e.Err != "" || has(Admit)
-		case Probed:
+		case Probed, Sampled:
 			why = was.state != Loading && was.state != Stopping || has(Admit)
 		default:
 			why = has(Admit) // lazy

@@ -286,11 +286,11 @@ func (s *State) release(now time.Time, e *Release) {
 	if j == nil || j.state != jobRunning {
 		return
 	}
-	sl, warmed, server := j.slot, j.slot.first == id, j.server
+	sl, warmed, server, started := j.slot, j.slot.first == id, j.server, j.started
 	worked := outcome == Served || outcome == Accepted || outcome == ServerDied
 	if worked {
 		sl.lastUse = now
-		sl.runCost.add(now.Sub(j.started))
+		sl.runCost.add(now.Sub(started))
 	}
 	sl.keep = later(sl.keep, now.Add(j.keepAlive))
 	sl.warmFor = j.stayWarm
@@ -329,6 +329,13 @@ func (s *State) release(now time.Time, e *Release) {
 		}
 		sl.dead, warmed = "", true // it moves: others may
 	}
+	if started.After(sl.refusedAt) && (outcome == Served || outcome == Accepted) {
+		sl.refusedAt = time.Time{}
+	}
+	if sl.active == 0 && !sl.refusedAt.IsZero() {
+		sl.refusedAt, warmed = time.Time{}, true
+		s.refused(now, sl, true)
+	}
 	switch outcome {
 	case DialRefused, Unreached:
 		if server == sl.cfg.Server { // else a new configuration has moved the slot meanwhile
@@ -361,7 +368,7 @@ func (s *State) warm(now time.Time, sl *slot) {
 // settle notes the end of the first job since the load.
 func (sl *slot) settle(now time.Time) {
 	if !sl.settled {
-		sl.settled, sl.settledAt = true, now
+		sl.settled, sl.settledAt, sl.anew = true, now, false
 	}
 }
 

@@ -71,6 +71,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		sl.state, sl.since, sl.idleAt, sl.loadedAt = s.startState(&c), now, time.Time{}, time.Time{}
 		sl.stop, sl.gate, sl.readyAt, sl.want = stopping{}, gate{}, now, target{}
 		sl.dead, sl.suspect, sl.loadsUntil, sl.deaths, sl.reviving = "", time.Time{}, time.Time{}, 0, false
+		sl.refusedAt, sl.returns, sl.anew = time.Time{}, false, false
 		sl.unloaded, sl.started, sl.flushedAt, sl.flushBad, sl.unloadBad, sl.retryAt = false, 0, time.Time{}, "", 0, time.Time{} // an unknown server
 		s.recall(now, sl)
 	}
@@ -157,7 +158,7 @@ func (s *State) probed(now time.Time, e Probed) {
 	case ProbeRefused:
 		s.sick(sl, now, e.Detail)
 		if s.cfg.Mode == Evicting && (sl.state == Ready || sl.state == Unknown) && sl.active == 0 {
-			s.vanish(now, sl, "its server does not listen any more")
+			s.processEnded(now, sl, "its server does not listen any more")
 		}
 	case ProbeAnswered:
 		if sl.health == healthBad {
@@ -182,13 +183,10 @@ func (s *State) sick(sl *slot, now time.Time, detail string) {
 func (s *State) told(now time.Time, sl *slot, e Probed) {
 	switch {
 	case e.Loaded == Yes && (sl.state == Unknown || sl.state == Idle):
-		for _, h := range sl.on { // booked, never refused
-			h.before, h.loadOut = h.residue, h.baseOut // what is foreign now may be its own
-			h.booking, h.residue, h.peak = max(sl.claim(), h.residue), 0, 0
-		}
-		s.to(now, sl, Ready)
-		sl.settled, sl.settledAt = true, time.Time{}
-		s.decide(Decision{At: now, Kind: "adopt", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: "its server says that it is loaded"})
+		s.resident(now, sl, "its server says that it is loaded")
+	case sl.returns:
+		s.comeBack(now, sl)
+		s.emit(Effect{Kind: LookNow, Slot: sl.cfg.Name})
 	case e.Loaded == No && sl.state == Unknown && !e.Sent.Before(sl.loadsUntil):
 		for _, h := range sl.on { // what was measured may be older than that
 			h.hasMeas = false
@@ -207,6 +205,17 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 			h.booking, h.peak = max(h.booking, resident), max(h.peak, resident)
 		}
 	}
+}
+
+// resident counts a slot as loaded that was not loaded by us. It is booked, never refused.
+func (s *State) resident(now time.Time, sl *slot, why string) {
+	for _, h := range sl.on {
+		h.before, h.loadOut = h.residue, h.baseOut // what is foreign now may be its own
+		h.booking, h.residue, h.peak = max(sl.claim(), h.residue), 0, 0
+	}
+	s.to(now, sl, Ready)
+	sl.settled, sl.settledAt = true, time.Time{}
+	s.decide(Decision{At: now, Kind: "adopt", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: why})
 }
 
 // sample takes in a look at the GPUs.
@@ -258,7 +267,11 @@ func (s *State) sample(now time.Time, e Sampled) {
 	if changed {
 		s.expectAll()
 	}
-	if s.waiting > 0 || s.unsettled() || s.lending || len(s.cfg.Restore) > 0 { // a lent GPU may have another index, one that is idle more memory
+	back := false
+	for _, sl := range s.slots {
+		back = s.comeBack(now, sl) || back
+	}
+	if back || s.waiting > 0 || s.unsettled() || s.lending || len(s.cfg.Restore) > 0 { // a lent GPU may have another index, one that is idle more memory
 		s.pump(now)
 	}
 }
@@ -328,7 +341,13 @@ func (s *State) follow(c *card) {
 		if !c.Known {
 			continue
 		}
+		if sl.anew && h.frozen && s.transition(c.Index) == nil {
+			h.frozen, h.loadFree = false, c.Free+h.drop
+		}
 		if (sl.state == Loading || sl.state == Ready) && !h.frozen {
+			if sl.anew { // what its last process held may not have been seen to go before
+				h.loadFree = max(h.loadFree, c.Free)
+			}
 			h.drop = clamp(h.loadFree-c.Free, 0, h.booking)
 		}
 		if sl.state == Stopping && !c.seenAt.Before(sl.stop.began) {

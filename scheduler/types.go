@@ -178,6 +178,7 @@ type (
 		Slot      string
 		Epoch     uint64
 		Err       string // empty: done
+		Refused   bool   // … since nothing listened there
 		Confirmed bool   // the server itself says that it is unloaded, or its process is gone
 	}
 	// BusyAnswer answers CheckBusy.

@@ -407,8 +407,9 @@ func (w *world) loadServer(sv *simServer, epoch uint64) {
 }
 
 func (w *world) unloadServer(sv *simServer, epoch uint64) {
+	const nobody = "nobody listens"
 	done := func(err string, confirmed bool) {
-		e := UnloadDone{Slot: sv.cfg.Name, Epoch: epoch, Err: err, Confirmed: confirmed}
+		e := UnloadDone{Slot: sv.cfg.Name, Epoch: epoch, Err: err, Refused: err == nobody, Confirmed: confirmed}
 		w.lastLoad = append(w.lastLoad, e)
 		w.step(e)
 	}
@@ -422,7 +423,7 @@ func (w *world) unloadServer(sv *simServer, epoch uint64) {
 	}
 	w.in(w.between(0, 2*time.Second), func() {
 		if !sv.alive && w.chance(50) {
-			done("nobody listens", false)
+			done(nobody, false)
 			return
 		}
 		keep := sv.context

@@ -154,6 +154,8 @@ func (d *driver) broken(ctx context.Context, what string, begun time.Time, err e
 		return &failure{outcome: lifecycle.TimedOut, text: fmt.Sprintf("%s was given up after %s", what, waited), cause: context.Canceled}
 	case ctx.Err() != nil:
 		return &failure{outcome: lifecycle.TimedOut, text: fmt.Sprintf("%s did not answer within %s", what, waited), cause: context.DeadlineExceeded}
+	case errors.Is(err, syscall.ECONNREFUSED) && waited >= dialTimeout: // by the first address of a name; another one took no connection in time
+		return &failure{outcome: lifecycle.TimedOut, text: fmt.Sprintf("%s did not answer within %s", what, waited), cause: context.DeadlineExceeded}
 	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH),
 		errors.As(err, &inName) && inName.IsNotFound:
 		return &failure{outcome: lifecycle.Refused, text: fmt.Sprintf("%s: %s: does the server run at %s?", what, d.shown(err), d.deps.Upstream), cause: lifecycle.ErrRefused}

@@ -80,6 +80,15 @@ func TestAnExchangeIsBounded(t *testing.T) {
 	assert.True(t, transport.DisableCompression)
 }
 
+// Of a name with two addresses, the first may refuse while the other takes no connection in time: net tells of the first alone.
+func TestARefusalThatTookAsLongAsATimeOutIsOne(t *testing.T) {
+	d := newDriver(&plan{secrets: new(secretSet).redactor()}, lifecycle.Deps{Upstream: "localhost:8766"})
+	for waited, want := range map[time.Duration]lifecycle.Outcome{time.Second: lifecycle.Refused, dialTimeout + time.Second: lifecycle.TimedOut} {
+		f := d.broken(t.Context(), "GET /health", time.Now().Add(-waited), syscall.ECONNREFUSED)
+		assert.Equal(t, want, f.outcome, "%s: %s", waited, f.text)
+	}
+}
+
 func TestWithoutAcceptAStatusOfSuccessIsAccepted(t *testing.T) {
 	for status, want := range map[int]bool{199: false, 200: true, 299: true, 300: false} {
 		assert.Equal(t, want, (&route{}).accepts(status), status)
