@@ -81,11 +81,17 @@ func (p *process) seen() {
 // stats are those of the life that runs now.
 func (p *process) stats() modelserver.Stats {
 	p.s.t.Helper()
-	resp, err := http.Get("http://" + p.addr + "/control")
-	require.NoError(p.s.t, err)
+	return statsAt(p.s.t, p.addr)
+}
+
+// statsAt are those of the model server at an address.
+func statsAt(t testing.TB, addr string) modelserver.Stats {
+	t.Helper()
+	resp, err := http.Get("http://" + addr + "/control")
+	require.NoError(t, err)
 	defer resp.Body.Close()
 	var r modelserver.Report
-	require.NoError(p.s.t, json.NewDecoder(resp.Body).Decode(&r))
+	require.NoError(t, json.NewDecoder(resp.Body).Decode(&r))
 	return r.Stats
 }
 

@@ -227,7 +227,9 @@ func TestServerThatDiesWithWorkIsGoneOnceAndTheNextIsServed(t *testing.T) {
 	t.Parallel()
 	s := supervised(t, "probe_interval 1h", nil, started{name: "one", vram: "7GiB", args: "-run 30s"})
 	works := s.send("POST", "/one/synthesize", "x")
-	s.until("it works", func() bool { return s.status().Consumers["one"].Active == 1 && s.process("one").Running })
+	s.until("it works", func() bool {
+		return s.status().Consumers["one"].Active == 1 && statsAt(t, s.process("one").Address).Working == 1 // before that, the request goes to the next one
+	})
 	require.NoError(t, syscall.Kill(s.process("one").PID, syscall.SIGKILL))
 	a := s.await(works)
 	require.Equal(t, 502, a.status, "%s", a.body)
