@@ -52,7 +52,7 @@ func (s *State) refused(now time.Time, sl *slot, gone bool) {
 // whether they are loaded nor be unloaded to be sure. Those count as loaded once a probe finds them and their memory
 // is taken, and all the while if there is no probe.
 func (s *State) processEnded(now time.Time, sl *slot, why string) {
-	blind := !sl.cfg.CanTell && !sl.cfg.startsIdle() && sl.state == Ready
+	blind := !sl.cfg.CanTell && !sl.cfg.startsIdle() && !sl.cfg.TurnOnly && sl.state == Ready
 	if blind && !sl.cfg.CanProbe {
 		s.startsAnew(sl)
 		return
@@ -64,7 +64,7 @@ func (s *State) processEnded(now time.Time, sl *slot, why string) {
 // comeBack counts a slot as loaded again whose process ended while it was: its server answers, and as much memory is taken
 // as would explain it. It reports whether it does.
 func (s *State) comeBack(now time.Time, sl *slot) (back bool) {
-	if !sl.returns || sl.health != healthGood {
+	if !sl.returns || sl.cfg.CanTell || sl.health != healthGood {
 		return false
 	}
 	back = true

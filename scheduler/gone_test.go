@@ -31,6 +31,20 @@ func TestAServerWhoseProbeTellsOnlyHealthCountsAsLoadedWhenItAnswersAgain(t *tes
 	}
 }
 
+// Requests that name no model take turns there, and load nothing.
+func TestTheTurnsAtAServerThatRefusedAConnectionStay(t *testing.T) {
+	turns := SlotConfig{Name: "m/", Consumer: "m", Server: "one", TurnOnly: true, GPUs: []int{0}, Concurrency: 1, CanProbe: true} // as broker.turnsOf makes it
+	f := given(t, 16384, server("m/a", 10000, at("one"), func(c *SlotConfig) { c.Consumer = "m" }), turns)
+	f.warm("m/a", 10000)
+	f.probe("m/", NotTold)
+	f.releaseAs(f.submit("m/"), DialRefused)
+	f.requireState("m/a", Idle)
+	f.probeRefused("m/")
+	f.probe("m/", NotTold)
+	f.requireState("m/", Ready)
+	f.requireRunning(f.submit("m/"))
+}
+
 // It came back without its model, and another has its room by then.
 func TestAServerWhoseMemoryIsNotTakenAgainIsNotLoadedWhenItAnswersAgain(t *testing.T) {
 	f := given(t, 16384, server("a", 10000, healthAlone), server("b", 10000))

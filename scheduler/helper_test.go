@@ -199,6 +199,7 @@ func (f *fixture) take(e Effect) {
 	case Decided:
 		f.decisions = append(f.decisions, *e.Decision)
 		require.NotEmpty(f.t, e.Decision.Reason, "%s of %s gives no reason", e.Decision.Kind, e.Slot)
+		require.NotEqual(f.t, "bug", e.Decision.Kind, e.Decision.Reason)
 	}
 }
 
