@@ -417,3 +417,21 @@ func TestNothingIsStartedAgainInTheRoomThatIsMadeForAnother(t *testing.T) {
 	require.Equal(t, "waits for d to make room", f.slot("c").Why)
 	f.requireState("a", Idle)
 }
+
+// The process is gone, its last job has not broken off yet, and its end is not told yet: what its driver says already must let nobody in.
+func TestAProbeThatFindsItStoppedIsNoWordThatItLives(t *testing.T) {
+	f := given(t, 16384, server("a", 8000, restarts(3), wide(2)))
+	f.warm("a", 8000)
+	f.advance(2 * time.Minute)
+	runs := f.submit("a")
+	f.releaseAs(f.submit("a"), DialRefused)
+	again := f.submit("a") // nothing was sent: it is admitted once more
+	f.requireWaiting(again)
+	f.step(Probed{Slot: "a", Sent: f.now, Outcome: ProbeAnswered, Stopped: true, Loaded: No, Resident: -1})
+	f.requireWaiting(again)
+	f.releaseAs(runs, ServerDied)
+	f.dies("a", 8000)
+	f.requireLoads("a", "a")
+	f.loaded("a")
+	f.requireRunning(again)
+}

@@ -164,7 +164,10 @@ func (s *State) probed(now time.Time, e Probed) {
 		if sl.health == healthBad {
 			s.decide(Decision{At: now, Kind: "healthy", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: "its server answers again"})
 		}
-		sl.health, sl.timeouts, sl.detail, sl.suspect = healthGood, 0, "", time.Time{}
+		sl.health, sl.timeouts, sl.detail = healthGood, 0, ""
+		if !e.Stopped { // else it is gone, which counts once what runs there has broken off
+			sl.suspect = time.Time{}
+		}
 		if s.cfg.Mode == Evicting {
 			s.told(now, sl, e)
 		}

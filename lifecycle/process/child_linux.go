@@ -41,8 +41,8 @@ type child struct {
 	guard  *guard  // likewise; nil: there is none
 
 	guarded chan struct{} // closed when record and guard are complete
-	down    chan struct{} // closed when the leader has ended; its number stays its own until swept
-	ended   chan struct{} // closed right after, when why and failed are written
+	down    chan struct{} // closed when the leader has ended, and failed is written; its number stays its own until swept
+	ended   chan struct{} // closed right after, when why is written
 	swept   chan struct{} // closed when nothing of the server lives
 	gone    chan struct{} // closed when that is tidied up
 	why     string
@@ -133,9 +133,10 @@ func (c *child) run(started chan<- error) {
 
 	c.guarding()
 	how := waitEnd(c.cmd.Process.Pid)
+	c.failed = how != (exit{})
 	close(c.down)
 	within(drained, drainTime)
-	c.why, c.failed = how.text(c.out.lastLine()), how != (exit{})
+	c.why = how.text(c.out.lastLine())
 	close(c.ended)
 	<-c.swept
 	c.tidy(drained)

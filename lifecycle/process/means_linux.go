@@ -221,7 +221,7 @@ func (m *means) Failed() bool {
 		return false
 	}
 	select {
-	case <-c.ended:
+	case <-c.down:
 		return c.failed
 	default:
 		return false

@@ -137,8 +137,12 @@ func TestWhatIsToldOfAServerFollowsItsLife(t *testing.T) {
 	c.port = 0
 	require.Equal(t, "127.0.0.1:1", m.address(c), "its consumer says where")
 
-	c.why, c.failed = "killed by signal 9", true
+	c.failed = true
 	close(c.down)
+	running, _ = m.Running(t.Context())
+	require.False(t, running)
+	require.True(t, m.Failed(), "whoever sees that it does not run sees that it failed")
+	c.why = "killed by signal 9"
 	close(c.ended)
 	running, _ = m.Running(t.Context())
 	require.False(t, running)
