@@ -165,7 +165,7 @@ func (s *State) probed(now time.Time, e Probed) {
 			s.decide(Decision{At: now, Kind: "healthy", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: "its server answers again"})
 		}
 		sl.health, sl.timeouts, sl.detail = healthGood, 0, ""
-		if !e.Stopped { // else it is gone, which counts once what runs there has broken off
+		if !e.Stopped || e.Loaded != No || s.cfg.Mode != Evicting { // else it is gone, which counts once what runs there has broken off
 			sl.suspect = time.Time{}
 		}
 		if s.cfg.Mode == Evicting {
