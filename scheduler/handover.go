@@ -34,13 +34,18 @@ func (s *State) close(now time.Time, v, target *slot, why string) {
 	}
 }
 
-// reopen lets jobs in again.
+// reopen lets jobs in again, unless the slot's driver is to be replaced.
 func (s *State) reopen(now time.Time, v *slot, why string) {
 	if t := v.gate.target; t != nil && t.want.victim == v {
 		t.want.victim = nil
 	}
 	v.gate = gate{}
-	s.decide(Decision{At: now, Kind: "reopen", Slot: v.cfg.Name, GPU: v.gpu(), Reason: why})
+	if v.cfg.Stale { // nothing enters by settings that do not rule any more
+		s.renew(now, v)
+	}
+	if !v.gate.closed {
+		s.decide(Decision{At: now, Kind: "reopen", Slot: v.cfg.Name, GPU: v.gpu(), Reason: why})
+	}
 }
 
 // proceed takes every hand-over as far as it can go now.

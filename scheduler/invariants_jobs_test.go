@@ -48,6 +48,9 @@ func (c *checker) jobs(e Event, effects []Effect) {
 		if old && !reopened && w.s.cfg.Mode != Passthrough && was.gate.closed && sl.gate.closed && was.gate.since.Equal(sl.gate.since) {
 			w.fail("job %d was admitted to %s, whose gate is closed", f.Job, f.Slot)
 		}
+		if old && was.stale && sl.cfg.Stale && w.s.cfg.Mode == Evicting && !w.now.Before(sl.retryAt) && !w.s.worksBefore(sl) {
+			w.fail("job %d was admitted to %s, whose driver is to be replaced", f.Job, f.Slot)
+		}
 		if sl.dead != "" || !sl.suspect.IsZero() && !sl.cfg.Cloud && w.s.cfg.Mode != Passthrough {
 			w.fail("job %d was admitted to %s, whose server has died, or may have", f.Job, f.Slot)
 		}

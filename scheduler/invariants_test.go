@@ -71,6 +71,7 @@ type checker struct {
 type standing struct {
 	state   SlotState
 	gate    gate
+	stale   bool
 	since   time.Time
 	lastUse time.Time
 	held    int
@@ -93,7 +94,7 @@ type record struct {
 }
 
 func standingOf(sl *slot) standing {
-	return standing{state: sl.state, gate: sl.gate, since: sl.since, lastUse: sl.lastUse, held: sl.held, heldAt: sl.heldAt, orphans: sl.orphans, leftBy: sl.leftBy, health: sl.health, first: sl.first, warming: sl.warming, stop: sl.stop, dead: sl.dead, refused: !sl.refusedAt.IsZero()}
+	return standing{state: sl.state, gate: sl.gate, stale: sl.cfg.Stale, since: sl.since, lastUse: sl.lastUse, held: sl.held, heldAt: sl.heldAt, orphans: sl.orphans, leftBy: sl.leftBy, health: sl.health, first: sl.first, warming: sl.warming, stop: sl.stop, dead: sl.dead, refused: !sl.refusedAt.IsZero()}
 }
 
 func (c *checker) before(e Event) {

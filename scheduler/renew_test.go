@@ -88,6 +88,32 @@ func TestAStaleSlotWhoseWorkDoesNotEndIsTriedAgain(t *testing.T) {
 	require.Equal(t, []string{"a"}, f.renews)
 }
 
+// Its gate was closed for something else already as its settings changed.
+func TestAStaleSlotLetsNobodyInAsItNeedNotMakeRoomAnyMore(t *testing.T) {
+	for name, room := range map[string]func(f *fixture, other *handle){
+		"who wanted its room has left": func(f *fixture, other *handle) { f.cancel(other) },
+		"it fits without that":         func(f *fixture, _ *handle) { f.reconfigure(func(c *Config) { c.Slots[1].Claim = 1000 }); f.loaded("b") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := given(t, 16384, server("a", 8000, starts, wide(2)), server("b", 10000))
+			f.warm("a", 8000)
+			running := f.submit("a")
+			other := f.submit("b")
+			f.advance(301 * time.Second)
+			require.Equal(t, "b", f.decided("drain", "a").Target)
+			f.stale("a", true)
+			later := f.submit("a")
+			room(f, other)
+			f.requireWaiting(later)
+			f.requireWaiting(f.submit("a"))
+			f.release(running)
+			f.requireUnloads("a")
+			f.evicted("a", 8000)
+			require.Equal(t, []string{"a"}, f.renews)
+		})
+	}
+}
+
 func TestAListThatNamesAConsumerMeansAllItsModels(t *testing.T) {
 	of := func(c *SlotConfig) { c.Consumer = "m" }
 	t.Run("coexist", func(t *testing.T) {

@@ -434,6 +434,12 @@ var inScheduler = []mutant{
 		new: "\tif false {\n\t\tt.why",
 	},
 	{
+		name: "a gate that reopens lets jobs in at a server whose driver is to be replaced",
+		file: "handover.go", tests: "TestAStaleSlotLetsNobodyInAsItNeedNotMakeRoomAnyMore",
+		old: "if v.cfg.Stale { // nothing",
+		new: "if false { // nothing",
+	},
+	{
 		name: "what went during an unload is booked again with the next load",
 		file: "state.go", tests: "TestFC31_AFloorThatRisesWithEachExitMakesNoEvictionLoop",
 		old: "if unloaded { // what",

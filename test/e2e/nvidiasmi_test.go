@@ -79,7 +79,7 @@ func TestK6_WhateverNvidiaSMIPrintsWhatCanBeServedIsServed(t *testing.T) {
 	}{
 		"warnings among the rows": {mode: "row 0\n" + warning + "echo\nrow 1", atStart: served, later: served, reason: "infoROM"},
 		"exit 14":                 {mode: good + "\nexit 14", atStart: served, later: served, reason: "status 14"},
-		"slow":                    {mode: "sleep 0.6\n" + good, settings: "timeout 1100ms", atStart: served, later: served},
+		"slow":                    {mode: "sleep 1.5\n" + good, settings: "timeout 2900ms", atStart: served, later: served},
 		"columns not permitted":   {mode: columns, atStart: refused, later: served, degraded: true, reason: "Insufficient", refusal: "gpu auto { fallback 24GiB }"},
 		"needs a reset":           {mode: reset, atStart: refused, later: refused, reason: "reset", refusal: "reset"},
 		"MIG rows":                {mode: mig, atStart: served, later: served, degraded: true, reason: "MIG"},
@@ -93,7 +93,7 @@ func TestK6_WhateverNvidiaSMIPrintsWhatCanBeServedIsServed(t *testing.T) {
 			}
 			slow := "true\n"
 			if c.settings != "" {
-				slow = "sleep 0.6\n"
+				slow = "sleep 1.5\n"
 			}
 			onOther := plainModel("c", 9, "gpu 1")
 			onOther.GPU = 1
@@ -155,13 +155,13 @@ func TestK6_WhateverNvidiaSMIPrintsWhatCanBeServedIsServed(t *testing.T) {
 
 func TestK6_TheTimeoutOfTheConfigurationHoldsForEachRun(t *testing.T) {
 	t.Parallel()
-	// Two runs of 0.8s within a timeout of 1.5s, which leaves a busy machine its time; then one of three seconds, which it forbids.
-	f := startSMI(t, "sleep 0.8; row 0", layout{Consumers: []consumer{plainModel("a", 9), plainModel("b", 9)}}, "timeout 1500ms")
-	require.NoError(t, os.WriteFile(filepath.Join(f.dir, "apps"), []byte("sleep 0.8\n"), 0o644))
+	// Two runs of 1.5s within a timeout of 2.9s, which leaves a busy machine its time; then one of six seconds, which it forbids.
+	f := startSMI(t, "sleep 1.5; row 0", layout{Consumers: []consumer{plainModel("a", 9), plainModel("b", 9)}}, "timeout 2900ms")
+	require.NoError(t, os.WriteFile(filepath.Join(f.dir, "apps"), []byte("sleep 1.5\n"), 0o644))
 	f.serve("a")
 	f.serve("b")
 	require.Empty(t, f.status().Degraded)
-	f.does(t, "sleep 3; row 0")
+	f.does(t, "sleep 6; row 0")
 	f.until("telemetry is lost", func() bool { return strings.Contains(f.status().Degraded, "in time") })
 	f.serve("a")
 	f.does(t, "row 0")
