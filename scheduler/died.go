@@ -13,6 +13,10 @@ const stable = time.Minute
 // what ran there breaks off by itself, and nothing new enters before the last of it has ended.
 func (s *State) died(now time.Time, e Died) {
 	sl := s.named[e.Slot]
+	if sl != nil && s.cfg.Mode != Evicting && sl.held > 0 {
+		s.letGo(now, sl, sl.held)
+		s.pump(now)
+	}
 	if sl == nil || s.cfg.Mode != Evicting || sl.state != Ready && sl.state != Unknown { // a load or an unload ends by its own word
 		return
 	}
@@ -94,6 +98,9 @@ func (s *State) keptFree(sl *slot) bool {
 func (s *State) mute(now time.Time, sl *slot, e Probed) {
 	defer s.pump(now)
 	sl.health, sl.detail = healthGood, e.Detail
+	if e.Outcome == ProbeRefused && sl.active == 0 && sl.held > 0 { // nobody works on there
+		s.letGo(now, sl, sl.held)
+	}
 	if s.cfg.Mode != Evicting || sl.state != Ready || sl.busy() || sl.gate.closed || e.Sent.Before(sl.idleAt) {
 		return
 	}

@@ -436,16 +436,13 @@ func TestAProbeThatFindsItStoppedIsNoWordThatItLives(t *testing.T) {
 	f.requireRunning(again)
 }
 
-// There nothing unloads or starts it: a request that waited for that would wait for ever.
-func TestAServerThatIsStoppedLetsNobodyWaitInLockedMode(t *testing.T) {
+// Nothing unloads or starts it there: a request that waited for that would wait for ever.
+func TestAStartedServerThatRefusesConnectionsKeepsNobodyWaitingInLockedMode(t *testing.T) {
 	cfg := defaults()
 	cfg.Mode = Locked
 	cfg.Slots = []SlotConfig{server("a", 8000, restarts(3))}
 	f := givenConfig(t, cfg, 16384)
 	f.probe("a", Yes)
 	f.releaseAs(f.submit("a"), DialRefused)
-	again := f.submit("a")
-	f.requireWaiting(again)
-	f.step(Probed{Slot: "a", Sent: f.now, Outcome: ProbeAnswered, Stopped: true, Loaded: No, Resident: -1})
-	f.requireRunning(again) // it is refused again, and its client is told
+	f.requireRunning(f.submit("a")) // it is refused again, and its client is told
 }

@@ -9,102 +9,102 @@ import (
 
 // What is known of servers whose process is gone, or seems to be.
 
-// refused acts on a connection that did not come about. Its server's state is taken anew from a probe. If the connection
+// dialRefused acts on a connection that did not come about. Its server's state is taken anew from a probe. If the connection
 // was refused, no process listens: the models that it held are gone, and so is the work (spec §1.11).
-func (s *State) refused(now time.Time, sl *slot, gone bool) {
+func (s *State) dialRefused(now time.Time, sl *slot, gone bool) {
 	s.emit(Effect{Kind: ProbeNow, Slot: sl.cfg.Name})
 	if sl.cfg.Starts { // it is dying, or comes up anew: a probe, or Died, tells
-		if sl.cfg.CanProbe {
-			sl.suspects(now)
-		}
+		s.suspects(now, sl)
 		return
 	}
 	if !gone && sl.busy() { // it computes, and may be too slow to take another
 		return
 	}
-	s.awaitProbe(sl)
-	sl.since = now
-	if !gone || sl.cfg.Cloud {
-		return
+	awaitProbe(now, sl)
+	if gone && !sl.cfg.Cloud {
+		s.nobodyListens(now, sl, "a connection to its server was refused")
 	}
-	for _, o := range s.slots { // the other models of a server go with its process
-		if o != sl && (sl.cfg.Server == "" || o.cfg.Server != sl.cfg.Server) || o.cfg.Starts || o.state != Ready {
+}
+
+// nobodyListens acts on a server that has no process any more, for all slots of its address.
+func (s *State) nobodyListens(now time.Time, sl *slot, why string) {
+	for _, o := range s.slots {
+		if o != sl && (sl.cfg.Server == "" || o.cfg.Server != sl.cfg.Server) || o.cfg.Starts || o.cfg.Cloud {
 			continue
 		}
-		if o.active > 0 { // its jobs break off by themselves
+		if awaitProbe(now, o) && (o == sl || orElse(o.cfg.Consumer, o.cfg.Name) != orElse(sl.cfg.Consumer, sl.cfg.Name)) {
+			s.emit(Effect{Kind: ProbeNow, Slot: o.cfg.Name})
+		}
+		switch {
+		case o.hides() && !o.stop.flush:
+			o.mayLoadUnseen()
+		case o.state != Ready && o.state != Unknown: // its load or unload fails by itself
+		case o.active > 0: // its jobs break off by themselves
 			o.refusedAt = now
-			continue
-		}
-		if o.held > 0 {
-			s.letGo(now, o, o.held)
-		}
-		if s.cfg.Mode == Evicting {
-			s.awaitProbe(o)
-			s.processEnded(now, o, "a connection to its server was refused")
-			if o.cfg.Consumer != sl.cfg.Consumer {
-				s.emit(Effect{Kind: ProbeNow, Slot: o.cfg.Name})
+		default:
+			if o.held > 0 {
+				s.letGo(now, o, o.held)
 			}
+			s.processEnded(now, o, why)
 		}
 	}
 }
 
-// processEnded acts on a slot whose process has ended: what it held is gone. If it comes back, some servers can neither tell
-// whether they are loaded nor be unloaded to be sure. Those count as loaded once a probe finds them and their memory
-// is taken, and all the while if there is no probe.
+// processEnded acts on a slot whose process has ended: what it held is gone. Of some servers nothing can tell whether the next
+// process is loaded, nor can an unload make sure. Its memory tells.
 func (s *State) processEnded(now time.Time, sl *slot, why string) {
-	blind := !sl.cfg.CanTell && !sl.cfg.startsIdle() && !sl.cfg.TurnOnly && sl.state == Ready
-	if blind && !sl.cfg.CanProbe {
-		s.startsAnew(sl)
+	if s.cfg.Mode != Evicting || sl.cfg.TurnOnly {
 		return
 	}
+	returns := !sl.cfg.CanTell && !sl.cfg.startsIdle() && (sl.state == Ready || !sl.cfg.CanLoad)
 	s.vanish(now, sl, why)
-	sl.returns = blind
+	sl.returns = returns
 }
 
-// comeBack counts a slot as loaded again whose process ended while it was: its server answers, and as much memory is taken
-// as would explain it. It reports whether it does.
+// comeBack counts a slot as loaded again whose process has ended, once half of its claim is seen to be taken since.
+// If its server is probed, that must answer. It reports whether the slot is back.
 func (s *State) comeBack(now time.Time, sl *slot) (back bool) {
-	if !sl.returns || sl.cfg.CanTell || sl.health != healthGood {
+	if !sl.returns || sl.cfg.CanTell {
 		return false
 	}
-	back = true
+	back = sl.health == healthGood
 	s.cards(sl, func(c *card, h *holding) {
+		settled := c.seenAt.After(sl.since.Add(quiet)) // until then what the last process held may still be seen
 		switch {
-		case !c.Known:
+		case !c.Known: // if it never was since, nothing can tell
+			back = back && h.baseOut == unseen
 		case h.hasMeas:
-			back = back && 2*h.measured >= sl.claim()
+			back = back && settled && 2*h.measured >= sl.claim()
 		default:
-			back = back && 2*(s.outsiders(c)-h.baseOut+h.residue) >= sl.claim()
+			h.baseOut = min(h.baseOut, s.outsiders(c))
+			back = back && settled && 2*(s.outsiders(c)-h.baseOut+h.residue) >= sl.claim()
 		}
 	})
 	if back {
-		s.resident(now, sl, "its server answers again, and as much memory is taken as it had")
+		s.resident(now, sl, "its process had ended, and as much memory is taken again as it had")
 	}
 	return back
 }
 
-// startsAnew counts a READY slot as one whose process has ended, and may load past us: what it is booked for is kept for
-// it, until free memory falls by that, or it has worked again.
-func (s *State) startsAnew(sl *slot) {
-	sl.settled, sl.anew = false, true
-	s.cards(sl, func(c *card, h *holding) {
-		h.drop, h.before, h.loadFree, h.blind, h.frozen = 0, 0, c.Free, !c.Known, s.transition(c.Index) != nil
-	})
-	s.emit(Effect{Kind: LookNow, Slot: sl.cfg.Name})
-}
-
-// awaitProbe lets a slot's jobs wait until its server answers a probe.
-func (s *State) awaitProbe(sl *slot) {
-	if sl.cfg.CanProbe && sl.health == healthGood {
-		sl.health, sl.timeouts = healthUnknown, 0
+// awaitProbe lets a slot's jobs wait until its server answers a probe that is sent from now on. It reports whether they did not yet.
+func awaitProbe(now time.Time, sl *slot) bool {
+	if !sl.cfg.CanProbe || sl.health != healthGood {
+		return false
 	}
+	sl.health, sl.timeouts, sl.since = healthUnknown, 0, now
+	return true
 }
 
 // suspects notes that a loaded server that the driver starts may have died.
-func (sl *slot) suspects(now time.Time) {
-	if sl.cfg.Starts && sl.state == Ready {
+func (s *State) suspects(now time.Time, sl *slot) {
+	if sl.cfg.Starts && sl.cfg.CanProbe && sl.state == Ready && s.cfg.Mode == Evicting {
 		sl.suspect = now
 	}
+}
+
+// mayLoadUnseen notes of a slot's server that its next process may load past us, as one from before the broker.
+func (sl *slot) mayLoadUnseen() {
+	sl.unloaded, sl.started, sl.unloadBad, sl.flushBad, sl.retryAt = false, 0, 0, "", time.Time{}
 }
 
 // vanish is the edge of a slot whose memory went without us: a crash, or its own doing.
@@ -125,18 +125,18 @@ func (s *State) vanish(now time.Time, sl *slot, why string) {
 		s.unlock(sl)
 	}
 	s.to(now, sl, Idle)
-	if sl.hides() { // its next process may load past us, as one from before the broker
-		sl.unloaded, sl.started, sl.unloadBad, sl.flushBad, sl.retryAt = false, 0, 0, "", time.Time{}
+	if sl.hides() {
+		sl.mayLoadUnseen()
 	}
 	s.emit(Effect{Kind: LookNow, Slot: sl.cfg.Name})
 	s.decide(Decision{At: now, Kind: "gone", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: why})
 }
 
 // leftBehind is what a slot that is not loaded any more may still hold of a
-// GPU, until samples show it free, and what outsiders hold beside it.
+// GPU, until samples show it free, and what outsiders hold beside it. What they held before its load is not its own.
 func (s *State) leftBehind(c *card, sl *slot) (residue, outsiders gpu.Bytes) {
 	if !c.Known {
-		return 0, 0
+		return 0, unseen
 	}
 	sh := s.sheet(c, nil)
 	defer s.reuse(sh)
@@ -144,7 +144,11 @@ func (s *State) leftBehind(c *card, sl *slot) (residue, outsiders gpu.Bytes) {
 	if at < 0 { // it holds nothing
 		return 0, l.Outsiders
 	}
-	rest := l.Used
+	if sl.state == Unknown { // it may have held nothing
+		return 0, l.Outsiders + l.Seen[at]
+	}
+	before := sl.hold(c.Index).loadOut
+	rest := l.Used - before
 	for i, e := range sh.entries {
 		switch {
 		case i == at:
@@ -154,5 +158,5 @@ func (s *State) leftBehind(c *card, sl *slot) (residue, outsiders gpu.Bytes) {
 			rest -= l.Seen[i]
 		}
 	}
-	return clamp(rest, 0, l.Seen[at]), l.Outsiders
+	return clamp(rest, 0, l.Seen[at]), max(l.Outsiders, before)
 }

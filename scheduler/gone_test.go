@@ -71,7 +71,7 @@ func TestAServerThatWasNotLoadedWhenItsProcessEndedIsNotWhenItAnswersAgain(t *te
 	f.requireState("a", Idle)
 }
 
-// Not probed, it stays READY, as it may come back loaded. That is seen even if its end was not.
+// Its memory tells that it is back, even if its end was not seen.
 func TestAServerThatIsNotProbedCountsOnceWhenItIsBack(t *testing.T) {
 	t.Run("its end is seen after its refusal", func(t *testing.T) {
 		f := given(t, 24576, server("a", 10000, unprobed, noRoutes), server("b", 12000))

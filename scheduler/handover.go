@@ -205,12 +205,12 @@ func (s *State) unloadDone(now time.Time, e UnloadDone) {
 		s.flushed(now, v, e.Err)
 	case e.Err != "":
 		s.unloadFailed(now, v, e.Err)
-		if e.Refused && !v.cfg.Starts && v.active == 0 && s.cfg.Mode == Evicting {
-			s.processEnded(now, v, "its server does not listen any more")
-		}
 	default:
 		v.stop.called, v.stop.confirmed, v.stop.at, v.stop.lastRise = true, e.Confirmed, now, now
 		s.emit(Effect{Kind: LookNow, Slot: v.cfg.Name}) // the memory may be back already
+	}
+	if e.Refused && !v.cfg.Starts && (v.state != Idle || v.cfg.CanProbe) { // else it would be flushed again at once
+		s.nobodyListens(now, v, "its server does not listen any more")
 	}
 	s.pump(now)
 }
@@ -410,7 +410,9 @@ func (s *State) nextEpoch(sl *slot) {
 func (s *State) load(now time.Time, t *slot) {
 	need, avail := s.needOf(t)
 	s.cards(t, func(c *card, h *holding) {
-		h.loadOut = s.outsiders(c)
+		sh := s.sheet(c, t)
+		h.loadOut = sh.account().Outsiders
+		s.reuse(sh)
 		h.booking, h.loadFree, h.blind, h.before = t.claim(), c.Free, !c.Known, h.residue
 		h.residue, h.drop, h.frozen, h.hasMeas, h.peak, h.guessed = 0, 0, false, false, 0, false
 	})

@@ -117,8 +117,12 @@ func (c *checker) held(sl *slot) {
 	switch e := c.event.(type) {
 	case BusyAnswer:
 		told = e.Slot == sl.cfg.Name && !e.Busy && !e.Sent.Before(was.heldAt)
-	case Probed, Died:
-		told = sl.state != Ready
+	case Probed:
+		told = sl.state != Ready || e.Outcome == ProbeRefused
+	case UnloadDone:
+		told = e.Refused
+	case Died:
+		told = sl.state != Ready || c.mode != Evicting
 	case Release: // the last job of a server that has died, or one that it refused: its held work is gone with it
 		told = sl.state != Ready && was.dead != "" || e.Outcome == DialRefused || was.refused // a lazy one may be READY again in the same step
 	case Cancel:

@@ -300,7 +300,8 @@ func (s *State) release(now time.Time, e *Release) {
 	}
 	sl.idleAt = now
 	s.jobs.put(j)
-	switch orphan := e.Left && s.worksOn(sl, outcome); {
+	orphan := e.Left && s.worksOn(sl, outcome)
+	switch {
 	case outcome == Accepted && sl.cfg.CanBusy, orphan:
 		sl.held++
 		sl.heldAt = now
@@ -329,21 +330,21 @@ func (s *State) release(now time.Time, e *Release) {
 		}
 		sl.dead, warmed = "", true // it moves: others may
 	}
-	if started.After(sl.refusedAt) && (outcome == Served || outcome == Accepted) {
+	if started.After(sl.refusedAt) && (outcome == Served || outcome == Accepted || orphan) { // a new process listens
 		sl.refusedAt = time.Time{}
 	}
 	if sl.active == 0 && !sl.refusedAt.IsZero() {
 		sl.refusedAt, warmed = time.Time{}, true
-		s.refused(now, sl, true)
+		s.dialRefused(now, sl, true)
 	}
 	switch outcome {
 	case DialRefused, Unreached:
 		if server == sl.cfg.Server { // else a new configuration has moved the slot meanwhile
-			s.refused(now, sl, outcome == DialRefused)
+			s.dialRefused(now, sl, outcome == DialRefused)
 			warmed = true
 		}
 	case ServerDied:
-		sl.suspects(now)
+		s.suspects(now, sl)
 		s.emit(Effect{Kind: ProbeNow, Slot: sl.cfg.Name})
 	}
 	if s.waiting > 0 || sl.gate.closed || sl.gone || warmed || s.lending || len(s.cfg.Restore) > 0 { // a transition that ends lets another begin
@@ -368,7 +369,7 @@ func (s *State) warm(now time.Time, sl *slot) {
 // settle notes the end of the first job since the load.
 func (sl *slot) settle(now time.Time) {
 	if !sl.settled {
-		sl.settled, sl.settledAt, sl.anew = true, now, false
+		sl.settled, sl.settledAt = true, now
 	}
 }
 

@@ -53,7 +53,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 	}
 	sl.cfg, sl.gone = c, false
 	sl.renewing = sl.renewing && c.Stale
-	if !c.Starts {
+	if !c.Starts || s.cfg.Mode != Evicting {
 		sl.suspect = time.Time{}
 	}
 	if fresh {
@@ -71,7 +71,7 @@ func (s *State) adopt(now time.Time, sl *slot, c SlotConfig, anew bool) {
 		sl.state, sl.since, sl.idleAt, sl.loadedAt = s.startState(&c), now, time.Time{}, time.Time{}
 		sl.stop, sl.gate, sl.readyAt, sl.want = stopping{}, gate{}, now, target{}
 		sl.dead, sl.suspect, sl.loadsUntil, sl.deaths, sl.reviving = "", time.Time{}, time.Time{}, 0, false
-		sl.refusedAt, sl.returns, sl.anew = time.Time{}, false, false
+		sl.refusedAt, sl.returns = time.Time{}, false
 		sl.unloaded, sl.started, sl.flushedAt, sl.flushBad, sl.unloadBad, sl.retryAt = false, 0, time.Time{}, "", 0, time.Time{} // an unknown server
 		s.recall(now, sl)
 	}
@@ -100,7 +100,7 @@ func (s *State) place(sl *slot) {
 	}
 	sl.on = nil
 	for _, index := range sl.cfg.GPUs {
-		sl.on = append(sl.on, &holding{card: index, known: -1, foreign: unseen})
+		sl.on = append(sl.on, &holding{card: index, known: -1, foreign: unseen, baseOut: unseen})
 	}
 	s.reindex()
 }
@@ -157,15 +157,13 @@ func (s *State) probed(now time.Time, e Probed) {
 		s.sick(sl, now, e.Detail)
 	case ProbeRefused:
 		s.sick(sl, now, e.Detail)
-		if s.cfg.Mode == Evicting && (sl.state == Ready || sl.state == Unknown) && sl.active == 0 {
-			s.processEnded(now, sl, "its server does not listen any more")
-		}
+		s.nobodyListens(now, sl, "its server does not listen any more")
 	case ProbeAnswered:
 		if sl.health == healthBad {
 			s.decide(Decision{At: now, Kind: "healthy", Slot: sl.cfg.Name, GPU: sl.gpu(), Reason: "its server answers again"})
 		}
 		sl.health, sl.timeouts, sl.detail = healthGood, 0, ""
-		if !e.Stopped || e.Loaded != No || s.cfg.Mode != Evicting { // else it is gone, which counts once what runs there has broken off
+		if !e.Stopped || e.Loaded != No { // else it is gone, which counts once what runs there has broken off
 			sl.suspect = time.Time{}
 		}
 		if s.cfg.Mode == Evicting {
@@ -214,6 +212,9 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 func (s *State) resident(now time.Time, sl *slot, why string) {
 	for _, h := range sl.on {
 		h.before, h.loadOut = h.residue, h.baseOut // what is foreign now may be its own
+		if h.loadOut == unseen {
+			h.loadOut = 0
+		}
 		h.booking, h.residue, h.peak = max(sl.claim(), h.residue), 0, 0
 	}
 	s.to(now, sl, Ready)
@@ -344,13 +345,7 @@ func (s *State) follow(c *card) {
 		if !c.Known {
 			continue
 		}
-		if sl.anew && h.frozen && s.transition(c.Index) == nil {
-			h.frozen, h.loadFree = false, c.Free+h.drop
-		}
 		if (sl.state == Loading || sl.state == Ready) && !h.frozen {
-			if sl.anew { // what its last process held may not have been seen to go before
-				h.loadFree = max(h.loadFree, c.Free)
-			}
 			h.drop = clamp(h.loadFree-c.Free, 0, h.booking)
 		}
 		if sl.state == Stopping && !c.seenAt.Before(sl.stop.began) {

@@ -169,26 +169,24 @@ func TestAConnectionThatTookTooLongTakesNothingForGone(t *testing.T) {
 	f.requireRunning(h)
 }
 
-// It stays READY, since it may come back loaded. What others hold meanwhile is not its own, and its memory is kept for it.
-func TestWhatAServerThatRefusedAConnectionIsBookedForIsKeptForIt(t *testing.T) {
-	f := given(t, 16384, server("a", 6000, unprobed, noRoutes), server("b", 8000))
+// Others may have its room until it is back, and what they hold is not its own.
+func TestAServerThatIsNotProbedIsLoadedAgainOnceItsMemoryIsTaken(t *testing.T) {
+	f := given(t, 24576, server("a", 6000, unprobed, noRoutes), server("b", 8000), server("c", 18000))
 	f.use(3000) // outsiders
 	f.warm("a", 6000)
 	f.releaseAs(f.submit("a"), Served)
 	f.use(-6000) // its process has ended
 	f.look(5 * time.Second)
 	f.releaseAs(f.submit("a"), DialRefused)
-	h := f.submit("b")
-	f.look(time.Minute)
-	require.Contains(t, f.requireRefused(h, VRAMExhausted).Message, "a holds 5.86GiB") // of the 13384 that are free
-	f.use(6000)                                                                        // it is back,
-	f.use(-1500)                                                                       // and others give some back: that is not told from its own before it has worked
 	f.look(5 * time.Second)
-	h = f.submit("b")
-	f.look(time.Minute)
-	f.requireRefused(h, VRAMExhausted)
-	f.releaseAs(f.submit("a"), Served)
+	f.requireState("a", Idle)
+	f.warm("b", 8000)
+	f.use(-1500) // others give some back as it returns
+	f.use(6000)
 	f.look(5 * time.Second)
-	f.submit("b")
-	f.requireState("b", Loading)
+	f.requireState("a", Ready)
+	f.requireRunning(f.submit("a"))
+	h := f.submit("c")
+	f.look(time.Minute)
+	require.Contains(t, f.requireRefused(h, VRAMExhausted).Message, "a holds 5.86GiB")
 }

@@ -151,7 +151,6 @@ type slot struct {
 	suspect    time.Time // when a connection to a server that the driver starts broke off or was refused: nothing enters before a later probe tells whether it lives
 	refusedAt  time.Time // when its server refused a connection, while jobs that ran there have not ended yet; zero: it did not, or has served one since
 	returns    bool      // IDLE: its process ended while it was loaded, and its server can't tell whether the next one is: its memory tells
-	anew       bool      // READY: its process ended, and nobody can tell when the next one is loaded
 	loadsUntil time.Time // UNKNOWN after a load that was abandoned and could not be unloaded: it may go on until then, and its server say "not loaded" meanwhile
 	deaths     int       // in a row, each soon after it was loaded
 	reviving   bool      // it is to be loaded again since its server died
@@ -397,7 +396,7 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 		sl.renewing = false // one that is loaded again, past us, is offered to be replaced anew
 	}
 	sl.warming, sl.dead, sl.suspect = false, "", time.Time{}
-	sl.refusedAt, sl.returns, sl.anew = time.Time{}, false, false
+	sl.refusedAt, sl.returns = time.Time{}, false
 	if state == Idle { // there is nothing left to be unloaded
 		if t := sl.gate.target; t != nil && t.want.victim == sl {
 			t.want.victim = nil
