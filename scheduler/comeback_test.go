@@ -29,6 +29,26 @@ func TestAServerThatIsBackLoadedIsServedWhateverElseMovedMeanwhile(t *testing.T)
 			f.requireRunning(h)
 		})
 	}
+	t.Run("its end was not seen", func(t *testing.T) {
+		f := given(t, 16384, server("a", 10000, healthAlone, noRoutes))
+		f.warm("a", 10000)
+		f.releaseAs(f.submit("a"), DialRefused)
+		f.probeRefused("a")
+		f.look(2 * time.Second)
+		f.probe("a", NotTold)
+		f.requireRunning(f.submit("a"))
+	})
+	t.Run("nothing can be seen", func(t *testing.T) {
+		f := given(t, 16384, server("a", 10000, healthAlone, noRoutes))
+		f.warm("a", 10000)
+		f.blind = "the driver hangs"
+		f.sample()
+		f.releaseAs(f.submit("a"), DialRefused)
+		f.look(time.Second)
+		f.requireState("a", Idle)
+		f.probe("a", NotTold)
+		f.requireState("a", Ready)
+	})
 	t.Run("another of its GPU loads", func(t *testing.T) {
 		f := given(t, 24576, server("a", 6000, unprobed, noRoutes), server("c", 6000, pinned), server("b", 8000))
 		f.warm("a", 6000)
@@ -77,20 +97,20 @@ func TestAServerThatIsBackLoadedIsServedWhateverElseMovedMeanwhile(t *testing.T)
 // As whisper.cpp, which loads as it starts, after Caddy.
 func TestAServerThatStartsAfterTheBrokerIsServedThoughNothingTellsThatItIsLoaded(t *testing.T) {
 	f := given(t, 16384, server("a", 10000, healthAlone, noRoutes))
-	f.use(4000) // outsiders
+	f.use(6000) // outsiders
 	f.probeRefused("a")
 	f.look(time.Second)
-	f.use(10000)
-	f.look(time.Second)
 	f.probe("a", NotTold)
+	f.requireState("a", Idle)
+	f.use(10000)
 	h := f.submit("a")
 	f.look(5 * time.Second)
 	f.requireRunning(h)
 }
 
 func TestAServerIsNotLoadedAgainBecause(t *testing.T) {
-	down := func(t *testing.T, outsiders gpu.Bytes) *fixture {
-		f := given(t, 16384, server("a", 10000, healthAlone, noRoutes), server("b", 9000))
+	down := func(t *testing.T, outsiders gpu.Bytes, options ...func(*SlotConfig)) *fixture {
+		f := given(t, 16384, server("a", 10000, append([]func(*SlotConfig){healthAlone, noRoutes}, options...)...), server("b", 9000))
 		f.use(outsiders)
 		f.warm("a", 10000)
 		f.look(time.Second)
@@ -102,6 +122,32 @@ func TestAServerIsNotLoadedAgainBecause(t *testing.T) {
 		h := f.submit("b")
 		f.look(time.Minute)
 		require.Nil(f.t, h.refusal)
+	}
+	for name, c := range map[string]struct {
+		set     func(*SlotConfig)
+		answers []Tri
+	}{
+		"its server tells that it is not":                     {func(c *SlotConfig) { c.CanTell = true }, []Tri{No}},
+		"it can be unloaded to be sure":                       {func(c *SlotConfig) { c.CanUnload = true }, []Tri{NotTold}},
+		"its memory is taken before it answers":               {func(*SlotConfig) {}, nil},
+		"it was not known to be loaded, and has a load route": {func(c *SlotConfig) { c.CanLoad = true }, []Tri{NotTold}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := given(t, 24576, server("a", 10000, healthAlone, noRoutes, c.set))
+			if !f.s.named["a"].cfg.CanLoad {
+				f.warm("a", 10000)
+				f.releaseAs(f.submit("a"), DialRefused)
+				f.use(-10000)
+			}
+			f.probeRefused("a")
+			f.look(2 * time.Second)
+			f.use(6000) // outsiders
+			for _, loaded := range c.answers {
+				f.probe("a", loaded)
+			}
+			f.look(2 * time.Second)
+			f.requireState("a", Idle)
+		})
 	}
 	t.Run("the last look is older than its end", func(t *testing.T) {
 		f := down(t, 0)
@@ -336,7 +382,9 @@ func TestTheNextProcessOfALazyServerIsFlushedForOthers(t *testing.T) {
 			f.use(8000)
 			b := f.submit("b")
 			f.look(time.Minute)
+			f.probes = nil
 			f.step(UnloadDone{Slot: "a", Epoch: f.epochs["a"], Err: "connection refused", Refused: true})
+			require.Contains(t, f.probes, "a")
 			f.probeRefused("a")
 			f.look(time.Minute)
 			f.requireRefused(b, VRAMExhausted)
@@ -394,4 +442,26 @@ func TestWorkOfTheNextProcessGoesOnAsThatOfTheLastBreaksOff(t *testing.T) {
 	f.leaves(f.submit("a"), NoAnswer)
 	f.releaseAs(old, ServerDied)
 	f.requireWaiting(f.submit("next"))
+}
+
+// Nothing tells when a server is back that is not probed.
+func TestAFlushThatIsRefusedIsNotRepeatedAtAServerThatIsNotProbed(t *testing.T) {
+	f := given(t, 16384, lazyServer("a", 10000, unprobed), server("b", 10000))
+	f.use(8000)
+	b := f.submit("b")
+	for range 300 {
+		if !f.s.named["a"].stop.began.IsZero() {
+			f.step(UnloadDone{Slot: "a", Epoch: f.epochs["a"], Err: "connection refused", Refused: true})
+		}
+		f.look(200 * time.Millisecond)
+	}
+	f.requireRefused(b, VRAMExhausted)
+	require.Len(t, f.unloads, 1)
+}
+
+func TestAStartedServerThatIsNotProbedIsNotSuspected(t *testing.T) {
+	f := given(t, 16384, server("a", 10000, starts, unprobed))
+	f.warm("a", 10000)
+	f.releaseAs(f.submit("a"), DialRefused)
+	f.requireRunning(f.submit("a"))
 }

@@ -21,7 +21,7 @@ func (s *State) dialRefused(now time.Time, sl *slot, gone bool) {
 		return
 	}
 	awaitProbe(now, sl)
-	if gone && !sl.cfg.Cloud {
+	if gone {
 		s.nobodyListens(now, sl, "a connection to its server was refused")
 	}
 }
@@ -32,11 +32,11 @@ func (s *State) nobodyListens(now time.Time, sl *slot, why string) {
 		if o != sl && (sl.cfg.Server == "" || o.cfg.Server != sl.cfg.Server) || o.cfg.Starts || o.cfg.Cloud {
 			continue
 		}
-		if awaitProbe(now, o) && (o == sl || orElse(o.cfg.Consumer, o.cfg.Name) != orElse(sl.cfg.Consumer, sl.cfg.Name)) {
+		if awaitProbe(now, o) {
 			s.emit(Effect{Kind: ProbeNow, Slot: o.cfg.Name})
 		}
 		switch {
-		case o.hides() && !o.stop.flush:
+		case o.hides():
 			o.mayLoadUnseen()
 		case o.state != Ready && o.state != Unknown: // its load or unload fails by itself
 		case o.active > 0: // its jobs break off by themselves
@@ -64,21 +64,22 @@ func (s *State) processEnded(now time.Time, sl *slot, why string) {
 // comeBack counts a slot as loaded again whose process has ended, once half of its claim is seen to be taken since.
 // If its server is probed, that must answer. It reports whether the slot is back.
 func (s *State) comeBack(now time.Time, sl *slot) (back bool) {
-	if !sl.returns || sl.cfg.CanTell {
+	if !sl.returns {
 		return false
 	}
 	back = sl.health == healthGood
 	s.cards(sl, func(c *card, h *holding) {
-		settled := c.seenAt.After(sl.since.Add(quiet)) // until then what the last process held may still be seen
-		switch {
-		case !c.Known: // if it never was since, nothing can tell
+		if !c.Known { // if it never was since, nothing can tell
 			back = back && h.baseOut == unseen
-		case h.hasMeas:
-			back = back && settled && 2*h.measured >= sl.claim()
-		default:
-			h.baseOut = min(h.baseOut, s.outsiders(c))
-			back = back && settled && 2*(s.outsiders(c)-h.baseOut+h.residue) >= sl.claim()
+			return
 		}
+		h.baseOut = min(h.baseOut, s.outsiders(c))
+		taken := s.outsiders(c) - h.baseOut + h.residue
+		if h.hasMeas {
+			taken = h.measured
+		}
+		// Until some time has passed, what the last process held may still be seen.
+		back = back && 2*taken >= sl.claim() && c.seenAt.After(sl.since.Add(quiet))
 	})
 	if back {
 		s.resident(now, sl, "its process had ended, and as much memory is taken again as it had")
@@ -91,7 +92,7 @@ func awaitProbe(now time.Time, sl *slot) bool {
 	if !sl.cfg.CanProbe || sl.health != healthGood {
 		return false
 	}
-	sl.health, sl.timeouts, sl.since = healthUnknown, 0, now
+	sl.health, sl.since = healthUnknown, now
 	return true
 }
 

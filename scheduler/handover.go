@@ -209,7 +209,7 @@ func (s *State) unloadDone(now time.Time, e UnloadDone) {
 		v.stop.called, v.stop.confirmed, v.stop.at, v.stop.lastRise = true, e.Confirmed, now, now
 		s.emit(Effect{Kind: LookNow, Slot: v.cfg.Name}) // the memory may be back already
 	}
-	if e.Refused && !v.cfg.Starts && (v.state != Idle || v.cfg.CanProbe) { // else it would be flushed again at once
+	if e.Refused && (v.state != Idle || v.cfg.CanProbe) { // else it would be flushed again at once
 		s.nobodyListens(now, v, "its server does not listen any more")
 	}
 	s.pump(now)
