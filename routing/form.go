@@ -164,6 +164,12 @@ func (m *multipartReader) header(fields []string) (field int, err error) {
 		return -1, bad("it is no valid multipart/form-data: the Content-Disposition of a part can't be read")
 	}
 	field = slices.Index(fields, params["name"])
+	if strings.Contains(disposition, "*") && len(fields) > 0 {
+		others := strings.ReplaceAll(strings.ToLower(disposition), "filename*", "")
+		if field >= 0 || strings.Contains(others, "name*") {
+			return -1, bad("the Content-Disposition of a part has a parameter with an asterisk, which not all servers read: leave it out")
+		}
+	}
 	if err != nil || field < 0 || params["filename"] != "" {
 		return -1, nil
 	}
@@ -172,6 +178,11 @@ func (m *multipartReader) header(fields []string) (field int, err error) {
 	}
 	if n := len(h["Content-Disposition"]); n > 1 {
 		return -1, bad("field %q has %d headers Content-Disposition", fields[field], n)
+	}
+	for _, kind := range h["Content-Type"] {
+		if charset := foreignCharset(kind); charset != "" {
+			return -1, bad("the Content-Type of field %q says %.64q: send it in UTF-8", fields[field], charset)
+		}
 	}
 	switch strings.ToLower(strings.TrimSpace(h.Get("Content-Transfer-Encoding"))) {
 	case "", "7bit", "8bit", "binary":

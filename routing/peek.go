@@ -222,11 +222,19 @@ func (y *Body) look(h http.Header, p *Plan, facts *Facts) error {
 		return bad("the request has %d different headers Content-Type", len(kinds))
 	}
 	kind, params := mediaType(h.Get("Content-Type"))
+	if charset := foreignCharset(h.Get("Content-Type")); charset != "" && len(p.fields) > 0 {
+		return bad("its Content-Type says %.64q, which may change the model's name: send it in UTF-8", charset)
+	}
+	isJSON, hidden := y.looksLikeJSON()
 	switch {
+	case kind == "multipart/form-data" && isJSON: // a server that doesn't look at the Content-Type stops reading where the object ends
+		return bad("its Content-Type is multipart/form-data, but it begins as a JSON object")
+	case hidden && !isJSONType(kind):
+		return bad("it begins with %d bytes of blanks: leave them out", len(y.memory))
 	case kind == "multipart/form-data":
 		y.seen.as, facts.Form = asMultipart, true
 		return y.readMultipart(y.more, params["boundary"], p.fields, facts.Names)
-	case kind == "application/json", strings.HasSuffix(kind, "+json"), y.looksLikeJSON():
+	case isJSONType(kind), isJSON:
 		y.seen.as = asJSON
 		return y.peekJSON(y.more, p, facts)
 	case kind == "application/x-www-form-urlencoded":
@@ -236,9 +244,50 @@ func (y *Body) look(h http.Header, p *Plan, facts *Facts) error {
 	return nil
 }
 
+func isJSONType(kind string) bool { return kind == jsonType || strings.HasSuffix(kind, "+json") }
+
+const jsonType = "application/json"
+
+// foreignCharset returns the parameter of a Content-Type that names a charset in which ASCII may stand for something else, or empty.
+// Servers differ in how they read a header that is malformed, or that names two: every charset in it counts.
+func foreignCharset(header string) string {
+	if header == jsonType {
+		return ""
+	}
+	rest := strings.ToLower(header)
+	for {
+		var found bool
+		if _, rest, found = strings.Cut(rest, "charset"); !found {
+			return ""
+		}
+		charset, _, _ := strings.Cut(rest, ";")
+		label, named := strings.CutPrefix(strings.TrimSpace(charset), "=")
+		if label = strings.Trim(label, " \t\""); !named || label != "" && !extendsASCII(label) {
+			return "charset" + charset
+		}
+	}
+}
+
+// extendsASCII reports whether every byte of ASCII stands for itself in a charset, and for nothing else.
+func extendsASCII(charset string) bool {
+	switch charset = labelMarks.Replace(charset); charset {
+	case "utf8", "ascii", "usascii":
+		return true
+	}
+	for _, family := range []string{"iso8859", "latin", "windows125", "cp125"} {
+		if strings.HasPrefix(charset, family) {
+			return true
+		}
+	}
+	return false
+}
+
+// labelMarks takes out what servers pass over in the name of a charset.
+var labelMarks = strings.NewReplacer("-", "", "_", "")
+
 // mediaType reads a Content-Type. The usual one costs nothing. One whose parameters are malformed has none.
 func mediaType(header string) (kind string, params map[string]string) {
-	if header == "application/json" {
+	if header == jsonType {
 		return header, nil
 	}
 	kind, params, err := mime.ParseMediaType(header)
@@ -258,43 +307,76 @@ func (y *Body) note(at place) error {
 	return nil
 }
 
-// looksLikeJSON reports whether the body begins as a JSON object, in UTF-8 or in UTF-16: with a brace, blanks, and a quote or the
-// other brace. Hardly any sound or picture does so, and no form: it would escape the brace.
-func (y *Body) looksLikeJSON() bool {
-	begin := characters{text: bytes.TrimPrefix(y.memory, []byte("\uFEFF")), width: 1}
-	switch text := y.memory; {
-	case len(text) < 2:
-	case text[0] == 0xFF && text[1] == 0xFE:
-		begin = characters{text: text[2:], width: 2}
-	case text[0] == 0xFE && text[1] == 0xFF:
-		begin = characters{text: text[2:], width: 2, low: 1}
-	case text[1] == 0:
-		begin = characters{text: text, width: 2}
-	case text[0] == 0:
-		begin = characters{text: text, width: 2, low: 1}
-	}
-	if c, ok := begin.next(); !ok || c != '{' {
-		return false
+// looksLikeJSON reports whether the body begins as a JSON object, in UTF-8, UTF-16 or UTF-32: with a brace, blanks, and a quote or the
+// other brace. Hardly any sound or picture does so, and no form: it would escape the brace. hidden: only blanks are in memory, and
+// the rest is in the file.
+func (y *Body) looksLikeJSON() (looks, hidden bool) {
+	begin := beginning(y.memory)
+	switch c, ok := begin.next(); {
+	case !ok:
+		return false, y.file != nil
+	case c != '{':
+		return false, false
 	}
 	c, ok := begin.next()
-	return !ok || c == '"' || c == '}' // without one the rest may be in the file
+	return !ok || c == '"' || c == '}', false // without one the rest may be in the file
 }
 
-// characters are those of a text whose characters take one byte, or two of which one holds all of ASCII.
+// beginning are the characters of a text after its byte order mark. Where it has none, the place of its zeros tells how wide they are.
+func beginning(text []byte) characters {
+	for _, mark := range byteOrderMarks {
+		if rest, ok := bytes.CutPrefix(text, mark.bytes); ok {
+			mark.characters.text = rest
+			return mark.characters
+		}
+	}
+	c := characters{text: text, width: 1}
+	if len(text) < 4 {
+		return c
+	}
+	switch first, second, wide := text[0] == 0, text[1] == 0, text[2] == 0 && text[3] == 0; {
+	case first && second && text[2] == 0:
+		c.width, c.low = 4, 3
+	case second && !first && wide:
+		c.width = 4
+	case first && !second:
+		c.width, c.low = 2, 1
+	case second && !first:
+		c.width = 2
+	}
+	return c
+}
+
+// byteOrderMarks are in the order in which they are to be tried: that of UTF-16 begins one of UTF-32.
+var byteOrderMarks = []struct {
+	bytes      []byte
+	characters characters
+}{
+	{[]byte("\xEF\xBB\xBF"), characters{width: 1}},
+	{[]byte("\xFF\xFE\x00\x00"), characters{width: 4}},
+	{[]byte("\x00\x00\xFE\xFF"), characters{width: 4, low: 3}},
+	{[]byte("\xFF\xFE"), characters{width: 2}},
+	{[]byte("\xFE\xFF"), characters{width: 2, low: 1}},
+}
+
+// characters are those of a text in which each takes width bytes, of which the one at low holds all of ASCII.
 type characters struct {
 	text       []byte
 	width, low int
 }
 
-// next is the next character but blanks; those beyond ASCII all count as 0xFF. ok is false at the end.
+// next is the next character but blanks; those beyond ASCII all count as 0xFF. ok is false at the end. Blanks are
+// those of C and Python, which some servers strip before they read JSON.
 func (c *characters) next() (char byte, ok bool) {
 	for len(c.text) >= c.width {
 		char = c.text[c.low]
-		if c.width == 2 && c.text[1-c.low] != 0 {
-			char = 0xFF
+		for i, other := range c.text[:c.width] {
+			if i != c.low && other != 0 {
+				char = 0xFF
+			}
 		}
 		c.text = c.text[c.width:]
-		if char != ' ' && char != '\t' && char != '\r' && char != '\n' {
+		if char != ' ' && (char < '\t' || char > '\r') {
 			return char, true
 		}
 	}

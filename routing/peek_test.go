@@ -15,8 +15,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-const jsonType = "application/json"
-
 // post reads a body ahead, as a request of this Content-Type brings it.
 func post(t testing.TB, contentType string, body []byte) (*http.Request, *Body) {
 	t.Helper()
@@ -345,10 +343,59 @@ func TestK4_JSONInUTF16IsAnErrorWhateverItsContentTypeIsCalled(t *testing.T) {
 			for _, unit := range utf16.Encode([]rune(mark + "{" + strings.TrimPrefix(mark, "\uFEFF") + `"model":"qwen"}`)) {
 				body = order.AppendUint16(body, unit)
 			}
-			for _, kind := range []string{"", jsonType, "text/plain; charset=utf-16", "application/octet-stream"} {
+			for _, kind := range []string{"", jsonType, "text/plain", "application/octet-stream"} {
 				_, _, err := peekAt(t, p, kind, string(body))
 				require.ErrorContains(t, err, "no valid JSON", "%q as %q", body, kind)
 			}
 		}
+	}
+}
+
+// K4: Python reads JSON in UTF-32, too.
+func TestK4_JSONInUTF32IsAnErrorWhateverItsContentTypeIsCalled(t *testing.T) {
+	p := plan(t, []string{"model"}, nil, false)
+	for _, order := range []binary.AppendByteOrder{binary.LittleEndian, binary.BigEndian} {
+		for _, mark := range []string{"", "\uFEFF", "\uFEFF \n"} {
+			var body []byte
+			for _, c := range mark + `{ "model":"qwen"}` {
+				body = order.AppendUint32(body, uint32(c))
+			}
+			for _, kind := range []string{"", jsonType, "application/octet-stream"} {
+				_, _, err := peekAt(t, p, kind, string(body))
+				require.ErrorContains(t, err, "no valid JSON", "%q as %q", body, kind)
+			}
+		}
+	}
+}
+
+// K4: what lies in the file isn't looked at; a JSON object may begin there.
+func TestK4_ABodyThatHidesItsBeginningBehindBlanksIsAnError(t *testing.T) {
+	p := plan(t, []string{"model"}, nil, false)
+	var wide []byte
+	for _, unit := range utf16.Encode([]rune("\uFEFF" + strings.Repeat(" ", memoryBody) + `{"model":"qwen"}`)) {
+		wide = binary.LittleEndian.AppendUint16(wide, unit)
+	}
+	for name, prefix := range map[string]string{
+		"blanks":                       strings.Repeat(" \r\n\t", memoryBody/4),
+		"a byte order mark, and then":  "\uFEFF" + strings.Repeat(" ", memoryBody),
+		"blanks of C and Python alone": strings.Repeat("\v\f", memoryBody),
+		"in UTF-16":                    string(wide),
+	} {
+		for _, kind := range []string{"", "text/plain", "application/octet-stream", formType, "nonsense", "multipart/form-data; boundary=x"} {
+			_, _, err := peekAt(t, p, kind, prefix+`{"model":"qwen"}`)
+			require.ErrorContains(t, err, "bytes of blanks", "%s as %q", name, kind)
+		}
+	}
+	for _, kind := range []string{jsonType, "application/x+json; charset=UTF-8"} {
+		facts, _, err := peekAt(t, p, kind, "\uFEFF"+strings.Repeat(" ", memoryBody)+`{"model":"qwen"}`)
+		require.NoError(t, err)
+		require.Equal(t, []string{"qwen"}, facts.Names)
+	}
+	silence := strings.Repeat("\x00", 2*memoryBody)
+	for _, body := range []string{silence, strings.Repeat(" ", memoryBody/2), strings.Repeat(" ", memoryBody-1) + "RIFF" + silence} {
+		facts, rest, err := peekAt(t, p, "application/octet-stream", body)
+		require.NoError(t, err, "%.9q", body)
+		require.Equal(t, []string{""}, facts.Names)
+		require.True(t, body == rest, "the body has changed")
 	}
 }

@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -35,4 +36,35 @@ func TestK4_JSONNamesItsModelWhateverItsContentTypeIsCalled(t *testing.T) {
 		require.Contains(t, a.refused(t, 400, "bad_request"), "no valid JSON")
 	}
 	require.Equal(t, evictions, s.status().Scheduler.Evictions)
+}
+
+// K4, H4: what a server may read, and the broker can't, falls neither to the default nor to a consumer's server.
+func TestK4_ABodyThatHidesItsModelIsRefused(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{
+		Consumers: []consumer{
+			shelf("ollama", modelserver.Ollama, "vram 9GiB\nmodel solo", map[string]float64{"solo": 9, "other": 9}),
+			{Options: modelserver.Options{Name: "tts", VRAM: gib(12)}},
+		},
+		Routes: "handle {\ngpu_broker {\nmodel_from body\ndefault tts\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
+	})
+	const object = `{"model":"other","prompt":"x","stream":false}`
+	behindBlanks := strings.Repeat(" ", 1<<20+10) + object
+	for _, c := range []struct{ kind, body, why string }{
+		{"text/plain", behindBlanks, "blanks"},
+		{"application/octet-stream", "\uFEFF" + behindBlanks, "blanks"},
+		{"application/x-www-form-urlencoded", behindBlanks, "blanks"},
+		{"application/json; charset=utf-7", `{"model":"solo","+AG0-odel":"other"}`, "charset"},
+		{`text/plain; charset="UTF-16"`, object, "charset"},
+		{"multipart/form-data; boundary=x", object + "\r\n--x\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nsolo\r\n--x--\r\n", "JSON object"},
+	} {
+		for _, path := range []string{"/v1/completions", "/ollama/v1/completions"} {
+			a := s.ask("POST", path, c.kind, []byte(c.body))
+			require.Contains(t, a.refused(t, 400, "bad_request"), c.why, "%s as %s", path, c.kind)
+		}
+	}
+	require.Zero(t, s.servers["ollama"].Stats().LoadsStarted)
+	require.Zero(t, s.servers["tts"].Stats().LoadsStarted)
+	behindBlanks = strings.Replace(behindBlanks, "other", "solo", 1)
+	s.ask("POST", "/v1/completions", "application/json; charset=UTF-8", []byte(behindBlanks)).servedBy(t, "ollama")
 }
