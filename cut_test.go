@@ -126,7 +126,7 @@ func TestAStalledUploadIsNoClientThatLeft(t *testing.T) {
 			r.ContentLength = 10
 			r.Body = bodyFunc(func() error {
 				if stalls {
-					h.pool.running.each(func(j *job) { h.pool.cutFor(j, codeUploadStalled, "") })
+					h.pool.running.each(func(j *job) { h.pool.cutFor(j, codeUploadStalled, time.Second) })
 				}
 				leave()
 				return io.ErrUnexpectedEOF

@@ -77,6 +77,9 @@ func (j *job) done() {
 
 // WriteHeader notes the status of the answer.
 func (j *job) WriteHeader(status int) {
+	if j.upload.isCut() {
+		return // reverse_proxy takes it for a client that left, but it gets its 408
+	}
 	if j.status == 0 && status >= 200 || status == http.StatusSwitchingProtocols {
 		j.begin(status)
 	}
@@ -93,6 +96,9 @@ func (j *job) begin(status int) {
 
 // Write notes that there is an answer.
 func (j *job) Write(p []byte) (int, error) {
+	if j.upload.isCut() {
+		return 0, errCut
+	}
 	if j.status == 0 {
 		j.begin(http.StatusOK)
 	}

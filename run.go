@@ -162,6 +162,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 	if j.tunnel.Store(r.Method == http.MethodConnect); r.Method == http.MethodConnect && r.Body != nil {
 		inner.Body = tunnelBody{inner.Body, &j.moved}
 	}
+	j.watchUpload(inner)
 	if j.context = nil; r.ProtoMajor == 1 {
 		j.context = r.Context()
 	}
@@ -169,6 +170,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 	running.add(j, answering)
 	defer func() {
 		running.remove(j)
+		err = j.uploadEnded(err)
 		if j.heart != nil {
 			j.heart.logStatus(r, j.status)
 		}

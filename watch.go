@@ -41,6 +41,7 @@ type progress struct {
 	tunnel atomic.Bool  // it is a tunnel: a connection that was handed over, or a CONNECT
 
 	stage   stage
+	upload  *upload         // its body, which is passed on as it comes; nil: it was read ahead
 	context context.Context // of its request, over HTTP/1
 	mark    int64           // what the counter was …
 	left    int             // … and what the system still had to send, when it last changed
@@ -112,24 +113,22 @@ func (p *pooled) watch() {
 // slot is a consumer, or one of its models.
 type slot struct{ consumer, model string }
 
-// look cuts the requests whose clients have made no progress for too long. Answers and tunnels only while others wait for their GPU.
+// look cuts the requests whose clients have made no progress for too long. Those that run only while others wait for their GPU.
 func (p *pooled) look(now time.Time, l limits) {
 	var tunnels map[slot][]broker.Lease
 	p.running.each(func(j *job) {
-		over, limit := j.progress.rests(now, l)
+		code, limit := j.progress.rests(now, l)
 		switch {
-		case !over:
-		case j.stage == uploading:
-			p.cutFor(j, codeUploadStalled, fmt.Sprintf("an upload to consumer %q made no progress for %s (upload_idle)", j.target.name, limit))
-		case !p.broker.Contended(j.lease):
-		case j.tunnel.Load():
+		case code == "":
+		case j.stage == answering && !p.broker.Contended(j.lease):
+		case code == codeTunnelIdle:
 			if tunnels == nil {
 				tunnels = map[slot][]broker.Lease{}
 			}
 			at := slot{j.target.name, j.model}
 			tunnels[at] = append(tunnels[at], j.lease)
 		default:
-			p.cutFor(j, codeDownloadStalled, fmt.Sprintf("the client took nothing of its answer for %s while others waited for the GPU (stall_timeout)", limit))
+			p.cutFor(j, code, limit)
 		}
 	})
 	for _, leases := range tunnels { // a server may say that it works all the same; each is asked once
@@ -137,8 +136,8 @@ func (p *pooled) look(now time.Time, l limits) {
 			continue
 		}
 		p.running.each(func(j *job) {
-			if over, limit := j.progress.rests(now, l); over && j.stage == answering && slices.Contains(leases, j.lease) && p.broker.Contended(j.lease) {
-				p.cutFor(j, codeTunnelIdle, fmt.Sprintf("a tunnel carried nothing for %s while others waited for the GPU (tunnel_idle)", limit))
+			if code, limit := j.progress.rests(now, l); code == codeTunnelIdle && slices.Contains(leases, j.lease) && p.broker.Contended(j.lease) {
+				p.cutFor(j, code, limit)
 			}
 		})
 	}
@@ -157,46 +156,89 @@ func (a *App) keepConnections(ctx caddy.Context) {
 	srv.RegisterConnContext(func(ctx context.Context, c net.Conn) context.Context { return context.WithValue(ctx, connKey{}, c) })
 }
 
-// rests reports whether a request has made no progress for longer than it may, and for how long that is. The mutex of its list is held.
-func (p *progress) rests(now time.Time, l limits) (over bool, limit time.Duration) {
+// rests returns the code for which a request may be cut, as its client has made no progress for the limit; empty: it has.
+// The mutex of its list is held.
+func (p *progress) rests(now time.Time, l limits) (code string, limit time.Duration) {
 	mark, left := p.moved.Load(), 0
 	switch {
 	case p.stage == uploading:
-		limit = l.upload
+		code, limit = codeUploadStalled, l.upload
 	case p.tunnel.Load():
-		limit = l.tunnel
+		code, limit = codeTunnelIdle, l.tunnel
 	default:
-		limit = l.answer
-		if mark = p.writes.Load(); mark%2 == 0 { // it waits for its server, not for its client
-			p.since = time.Time{}
-			return false, limit
-		}
-		if p.context != nil {
-			if conn, ok := p.context.Value(connKey{}).(net.Conn); ok {
-				left = unsent(conn)
+		mark = p.writes.Load()
+		switch {
+		case mark%2 == 1:
+			code, limit = codeDownloadStalled, l.answer
+			if p.context != nil {
+				if conn, ok := p.context.Value(connKey{}).(net.Conn); ok {
+					left = unsent(conn)
+				}
 			}
+		case p.upload != nil && p.upload.reading.Load():
+			code, limit = codeUploadStalled, l.upload
+			mark = -1 - mark - p.upload.moved.Load() // never the mark of a write
+		default: // it waits for its server, not for its client
+			p.since = time.Time{}
+			return "", 0
 		}
 	}
 	if p.since.IsZero() || mark != p.mark || left != p.left {
 		p.since, p.mark, p.left = now, mark, left
 	}
-	return limit > 0 && now.Sub(p.since) >= limit, limit
+	if limit <= 0 || now.Sub(p.since) < limit {
+		return "", limit
+	}
+	return code, limit
 }
 
-// cutFor ends a request for its client's fault, and tells of it once. The mutex of the list is held.
-func (p *pooled) cutFor(j *job, code, reason string) {
-	if j.stalled == "" {
+// reasons are what decisions say of requests that were cut.
+var reasons = map[string]string{
+	codeUploadStalled:   "the client sent nothing of its body for %s while others waited for the GPU (upload_idle)",
+	codeDownloadStalled: "the client took nothing of its answer for %s while others waited for the GPU (stall_timeout)",
+	codeTunnelIdle:      "a tunnel carried nothing for %s while others waited for the GPU (tunnel_idle)",
+}
+
+// cutFor ends a request for its client's fault. The mutex of the list is held.
+func (p *pooled) cutFor(j *job, code string, limit time.Duration) {
+	first := j.stalled == ""
+	if first {
 		j.stalled = code
-		if code != codeUploadStalled { // that is told as the refusal that it gets
-			metrics.errors.WithLabelValues(j.target.name, code).Inc()
-			p.broker.Cut(j.lease, scheduler.Code(code), reason)
+	}
+	switch {
+	case code != codeUploadStalled:
+		if first {
+			p.tellCut(j, limit)
 		}
-	}
-	if code == codeUploadStalled {
-		_ = j.client().SetReadDeadline(past)
+		j.cut()
 		return
+	case j.stage == answering: // whether an answer has begun, and so what to tell, is known once it has ended: uploadEnded
+		j.upload.cut.Store(true)
+		j.isCut.Store(true)
+		j.abort()
 	}
-	j.cut()
+	_ = j.client().SetReadDeadline(past)
+}
+
+// tellCut tells of a request that is cut, once.
+func (p *pooled) tellCut(j *job, limit time.Duration) {
+	metrics.errors.WithLabelValues(j.target.name, j.stalled).Inc()
+	p.broker.Cut(j.lease, scheduler.Code(j.stalled), fmt.Sprintf(reasons[j.stalled], limit))
+}
+
+// uploadEnded returns the error of a request that ran and is on the list no more. One that was cut for its upload gets 408, unless its
+// answer had begun.
+func (j *job) uploadEnded(err error) error {
+	limit := time.Duration(*j.handler.app.UploadIdle)
+	switch {
+	case j.stalled != codeUploadStalled:
+		return err
+	case j.status == 0:
+		j.unread = true
+		return uploadStalled(limit)
+	}
+	j.handler.pool.tellCut(j, limit)
+	return err
 }
 
 // past is a deadline that ends reads and writes that are under way, and those to come.
@@ -235,4 +277,40 @@ func (t tunnelBody) Read(p []byte) (int, error) {
 	n, err := t.ReadCloser.Read(p)
 	t.moved.Add(int64(n))
 	return n, err
+}
+
+// upload is a body that is passed on as it comes. A transport may still read it when its request is over.
+type upload struct {
+	io.ReadCloser
+	moved   atomic.Int64
+	reading atomic.Bool // somebody waits for the client
+	cut     atomic.Bool // no answer may begin any more
+}
+
+func (u *upload) isCut() bool { return u != nil && u.cut.Load() }
+
+func (u *upload) Read(p []byte) (int, error) {
+	u.reading.Store(true)
+	defer u.reading.Store(false)
+	n, err := u.ReadCloser.Read(p)
+	u.moved.Add(int64(n))
+	return n, err
+}
+
+// Close may read what is left, as net/http's body does.
+func (u *upload) Close() error {
+	if u.cut.Load() {
+		return nil
+	}
+	u.reading.Store(true)
+	defer u.reading.Store(false)
+	return u.ReadCloser.Close()
+}
+
+// watchUpload makes the watcher see how the body of a request comes, if it was not read ahead.
+func (j *job) watchUpload(r *http.Request) {
+	if j.upload = nil; j.handler.StreamBody && hasBody(r) {
+		j.upload = &upload{ReadCloser: r.Body}
+		r.Body = j.upload
+	}
 }

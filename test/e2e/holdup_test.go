@@ -138,6 +138,114 @@ func TestH1_ASmallBodyThatDoesNotComeIsCutWhereItMayAskForAnUnload(t *testing.T)
 	})
 }
 
+// taker is a server that reads its body to the end; of /early it answers the beginning before.
+func taker(t *testing.T) string {
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		out := http.NewResponseController(w)
+		_ = out.EnableFullDuplex()
+		if r.URL.Path == "/early" {
+			_, _ = io.WriteString(w, "early\n")
+			_ = out.Flush()
+		}
+		n, err := io.Copy(io.Discard, r.Body)
+		if err == nil {
+			_, _ = fmt.Fprintf(w, "%d bytes", n)
+		}
+	}))
+	t.Cleanup(srv.Close)
+	return srv.Listener.Addr().String()
+}
+
+// streamed is a route to a server that takes bodies as they come.
+func streamed(t *testing.T) string {
+	return "handle_path /stream/* {\ngpu_broker hog {\nstream_body\n}\nreverse_proxy " + taker(t) + " {\nflush_interval -1\n}\n}"
+}
+
+// H1: stream_body gives a request the GPU before its body is there.
+func TestH1_AStreamedUploadThatStallsIsCutOnceOthersWait(t *testing.T) {
+	t.Parallel()
+	versions(t, func(t *testing.T, https bool, client func(s *site) *http.Client) {
+		for _, length := range []int64{10, -1} {
+			s := holders(t, https, streamed(t))
+			in, done := s.slowUpload(client(s), "/stream/upload", length)
+			_, err := io.WriteString(in, "x")
+			require.NoError(t, err)
+			s.until("it runs", func() bool { return s.status().Scheduler.InFlight == 1 })
+			require.Equal(t, 200, s.post("/other/work", "mine").status)
+			a := s.await(done)
+			require.NoError(t, a.err)
+			require.Equal(t, 408, a.status)
+			require.Equal(t, "upload_stalled", a.code())
+			require.EqualValues(t, 1, s.metric(`errors_total{code="upload_stalled",consumer="hog"}`))
+			require.Zero(t, s.metric(`errors_total{code="client_left",consumer="hog"}`), "it is no client that left")
+			require.Zero(t, s.metric(`errors_total{code="server_died",consumer="hog"}`), "it is not the server's fault")
+			require.Empty(t, s.decisions("cut"), "it is told as a refusal")
+		}
+	})
+}
+
+// Over HTTP/1 net/http reads the whole body before an answer begins.
+func TestH1_AStreamedUploadThatStallsAfterItsAnswerHasBegunIsCut(t *testing.T) {
+	t.Parallel()
+	s := holders(t, true, streamed(t))
+	in, done := s.slowUpload(s.client, "/stream/early", -1)
+	_, err := io.WriteString(in, "x")
+	require.NoError(t, err)
+	s.until("it runs", func() bool { return s.status().Scheduler.InFlight == 1 })
+	s.makesWay(t, "upload_stalled")
+	a := s.await(done)
+	require.Error(t, a.err, "what is cut must not look whole")
+	require.EqualValues(t, 1, s.metric(`errors_total{code="upload_stalled",consumer="hog"}`))
+}
+
+// A transport closes a body of which its server wants no more, and so net/http reads on.
+func TestH1_AStalledUploadThatItsServerRefusesHoldsNobodyUp(t *testing.T) {
+	t.Parallel()
+	srv := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }))
+	t.Cleanup(srv.Close)
+	versions(t, func(t *testing.T, https bool, client func(s *site) *http.Client) {
+		s := holders(t, https, "handle_path /stream/* {\ngpu_broker hog {\nstream_body\n}\nreverse_proxy "+srv.Listener.Addr().String()+"\n}")
+		in, _ := s.slowUpload(client(s), "/stream/upload", 10)
+		_, err := io.WriteString(in, "x")
+		require.NoError(t, err)
+		require.Equal(t, 200, s.post("/other/work", "mine").status)
+	})
+}
+
+func TestH1_AStreamedUploadThatGoesOnIsServed(t *testing.T) {
+	t.Parallel()
+	versions(t, func(t *testing.T, https bool, client func(s *site) *http.Client) {
+		s := holdersWithin(t, ample, https, streamed(t))
+		in, done := s.slowUpload(client(s), "/stream/upload", -1)
+		_, err := io.WriteString(in, "x")
+		require.NoError(t, err)
+		s.until("it runs", func() bool { return s.status().Scheduler.InFlight == 1 })
+		waits := s.send("POST", "/other/work", "mine")
+		for range 12 { // three seconds in all: more than upload_idle
+			_, err := io.WriteString(in, strings.Repeat("x", 10<<10))
+			require.NoError(t, err)
+			time.Sleep(250 * time.Millisecond) // the client's pace is what is tested
+		}
+		require.NoError(t, in.Close())
+		a := s.await(done)
+		require.NoError(t, a.err)
+		require.Equal(t, "122881 bytes", string(a.body))
+		require.Equal(t, 200, s.await(waits).status)
+	})
+}
+
+// The client has sent all it has: it waits for its server.
+func TestH1_AServerThatThinksOverAStreamedUploadIsNeverCut(t *testing.T) {
+	t.Parallel()
+	s := holders(t, false, "handle_path /stream/* {\ngpu_broker hog {\nstream_body\n}\nreverse_proxy "+thinker(t, 2*time.Second)+"\n}")
+	thinks := s.send("POST", "/stream/", "think")
+	s.until("it runs", func() bool { return s.status().Scheduler.InFlight == 1 })
+	waits := s.send("POST", "/other/work", "mine")
+	require.Equal(t, "data: 1\n\ndata: 2\n\n", string(s.await(thinks).body))
+	require.Equal(t, 200, s.await(waits).status)
+	require.Empty(t, s.decisions("cut"))
+}
+
 func TestH5_ASlowUploadThatGoesOnIsServed(t *testing.T) {
 	t.Parallel()
 	versions(t, func(t *testing.T, https bool, client func(s *site) *http.Client) {
