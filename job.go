@@ -5,6 +5,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -108,7 +109,7 @@ func (j *job) Write(p []byte) (int, error) {
 	j.writes.Add(1)
 	defer j.writes.Add(1)
 	if j.tunnel.Load() {
-		j.moved.Add(int64(len(p)))
+		j.out.add(p)
 	}
 	if j.later {
 		j.said = append(j.said, p[:min(len(p), lifecycle.MaxAnswer-len(j.said))]...)
@@ -131,12 +132,18 @@ func (j *job) FlushError() error {
 	return http.NewResponseController(j.ResponseWriter).Flush()
 }
 
-// Hijack hands the connection over. What it carries counts as the tunnel's.
+// Hijack hands the connection over. What it carries counts as the tunnel's, and so does what the client has sent already.
 func (j *job) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	conn, rest, err := http.NewResponseController(j.ResponseWriter).Hijack()
 	if err != nil {
 		return nil, nil, err
 	}
 	j.tunnel.Store(true)
-	return tunnelled{conn, &j.moved}, rest, nil
+	t := &tunnelled{conn, carried{moved: &j.moved}, carried{moved: &j.moved}}
+	if strings.EqualFold(j.Header().Get("Upgrade"), "websocket") {
+		t.in.frames, t.out.frames = &frames{fromClient: true}, &frames{}
+	}
+	early, _ := rest.Peek(rest.Reader.Buffered())
+	t.in.add(early)
+	return t, rest, nil
 }

@@ -159,9 +159,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 		inner = inner.WithContext(ctx)
 	}
 	ranOut := func() bool { return limit > 0 && errors.Is(context.Cause(inner.Context()), errMaxRun) }
-	if j.tunnel.Store(r.Method == http.MethodConnect); r.Method == http.MethodConnect && r.Body != nil {
-		inner.Body = tunnelBody{inner.Body, &j.moved}
-	}
+	j.tunnels(inner)
 	j.watchUpload(inner)
 	if j.context = nil; r.ProtoMajor == 1 {
 		j.context = r.Context()

@@ -36,11 +36,12 @@ const (
 // progress is what shows that the client of a request takes part. Its counters are set by whoever reads and writes, the rest belongs to the
 // list of runs, whose mutex guards it.
 type progress struct {
-	moved  atomic.Int64 // bytes of an upload or a tunnel, in both directions
+	moved  atomic.Int64 // bytes of an upload, or of a tunnel in both directions, where control frames of a WebSocket don't count
 	writes atomic.Int64 // begun and ended ones: odd while one is under way
 	tunnel atomic.Bool  // it is a tunnel: a connection that was handed over, or a CONNECT
 
 	stage   stage
+	out     carried         // what a CONNECT brings to the client
 	upload  *upload         // its body, which is passed on as it comes; nil: it was read ahead
 	context context.Context // of its request, over HTTP/1
 	mark    int64           // what the counter was …
@@ -249,34 +250,50 @@ func (j *job) client() *http.ResponseController {
 	return http.NewResponseController(innermost(j.ResponseWriter))
 }
 
-// tunnelled is a connection that was handed over, whose bytes count.
+// tunnelled is a connection that was handed over, of which what it carries counts.
 type tunnelled struct {
 	net.Conn
-	moved *atomic.Int64
+	in, out carried
 }
 
-func (t tunnelled) Read(p []byte) (int, error) {
+func (t *tunnelled) Read(p []byte) (int, error) {
 	n, err := t.Conn.Read(p)
-	t.moved.Add(int64(n))
+	t.in.add(p[:n])
 	return n, err
 }
 
-func (t tunnelled) Write(p []byte) (int, error) {
+func (t *tunnelled) Write(p []byte) (int, error) {
 	n, err := t.Conn.Write(p)
-	t.moved.Add(int64(n))
+	t.out.add(p[:n])
 	return n, err
 }
 
-// tunnelBody is what a client sends into a tunnel over HTTP/2 or HTTP/3, whose bytes count.
+// tunnelBody is what a client sends into a tunnel over HTTP/2 or HTTP/3, which counts.
 type tunnelBody struct {
 	io.ReadCloser
-	moved *atomic.Int64
+	in carried
 }
 
 func (t tunnelBody) Read(p []byte) (int, error) {
 	n, err := t.ReadCloser.Read(p)
-	t.moved.Add(int64(n))
+	t.in.add(p[:n])
 	return n, err
+}
+
+// tunnels makes a CONNECT's bytes count, in both directions.
+func (j *job) tunnels(r *http.Request) {
+	connect := r.Method == http.MethodConnect
+	if j.tunnel.Store(connect); !connect {
+		return
+	}
+	in := carried{moved: &j.moved}
+	j.out = in
+	if isWebSocket(r) {
+		in.frames, j.out.frames = &frames{fromClient: true}, &frames{}
+	}
+	if r.Body != nil {
+		r.Body = tunnelBody{r.Body, in}
+	}
 }
 
 // upload is a body that is passed on as it comes. A transport may still read it when its request is over.

@@ -12,13 +12,13 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/test/caddytest"
 )
 
-// A WebSocket over HTTP/2 (RFC 8441) takes its turn as one over HTTP/1 does, and its first bytes are not read as a body.
+// A WebSocket over HTTP/2 (RFC 8441) takes its turn as one over HTTP/1 does, and its first bytes are not read as a body. Its server pings.
 // Go offers it only where GODEBUG says so, so the test can't run beside others.
 //
 //nolint:staticcheck // net/http's own Transport is the advised one, and may refuse a header :protocol
 func TestH6_AWebSocketOverHTTP2TakesATurnAndIsCutWhenItIsLeftAlone(t *testing.T) {
 	t.Setenv("GODEBUG", "http2xconnect=1")
-	s := holders(t, true, "handle_path /tunnel/* {\ngpu_broker hog\nreverse_proxy "+sockets(t)+"\n}")
+	s := holders(t, true, "handle_path /tunnel/* {\ngpu_broker hog\nreverse_proxy "+pinging(t)+"\n}")
 	tr := &http2.Transport{TLSClientConfig: &tls.Config{RootCAs: caddytest.CA(t, s.dir)}}
 	t.Cleanup(tr.CloseIdleConnections)
 	out, in := io.Pipe()
