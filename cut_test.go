@@ -1,6 +1,7 @@
 package gpubroker
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -17,6 +18,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"github.com/stretchr/testify/require"
 
+	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	gpucaddyfile "github.com/gpu-broker/caddy-gpu-broker/caddyfile"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
@@ -176,6 +178,7 @@ func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 		later         bool
 		err           error
 		died, cutByUs bool // it panicked; it ran out of its time, or was cut
+		dialled       string
 		want          scheduler.Outcome
 	}{
 		"it is answered":                           {r: here, status: 200, want: scheduler.Served},
@@ -196,9 +199,13 @@ func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 		"its server did not answer the connection": {r: here, err: refusedBy(os.ErrDeadlineExceeded), want: scheduler.Unreached},
 		"its client left before it was connected":  {r: left, err: refusedBy(context.Canceled), want: scheduler.Unreached},
 		"its body was at fault":                    {r: here, err: storageFull(io.ErrShortWrite), want: scheduler.NoAnswer},
+		"another server took no connection":        {r: here, err: refusedBy(syscall.ECONNREFUSED), dialled: "127.0.0.1:9000", want: scheduler.NoAnswer},
+		"another did not answer the connection":    {r: here, err: refusedBy(os.ErrDeadlineExceeded), dialled: "10.0.0.7:8080", want: scheduler.NoAnswer},
+		"a socket took no connection":              {r: here, err: refusedBy(syscall.ECONNREFUSED), dialled: "/run/s.sock", want: scheduler.NoAnswer},
+		"its server did not, written differently":  {r: here, err: refusedBy(syscall.ECONNREFUSED), dialled: "[::1]:8080", want: scheduler.DialRefused},
 	} {
-		j := &job{status: c.status, later: c.later, target: &target{}, repl: caddy.NewReplacer()}
-		j.repl.Set("http.reverse_proxy.upstream.hostport", "127.0.0.1:8080")
+		j := &job{status: c.status, later: c.later, target: &target{}, repl: caddy.NewReplacer(), lease: broker.Lease{Upstream: "127.0.0.1:8080"}}
+		j.repl.Set("http.reverse_proxy.upstream.hostport", cmp.Or(c.dialled, "127.0.0.1:8080"))
 		require.Equal(t, c.want, j.outcome(c.r, c.err, !c.died, c.cutByUs), name)
 	}
 }
@@ -222,6 +229,18 @@ func TestOnlyTheServersOwnAddressTellsThatNobodyListensThere(t *testing.T) {
 		j := &job{repl: caddy.NewReplacer()}
 		j.repl.Set("http.reverse_proxy.upstream.hostport", c.upstream)
 		require.Equal(t, c.want, j.nobodyListens(reverseproxy.NewDialError(errors.New(text))), text)
+	}
+}
+
+// A consumer without an upstream doesn't tell where its server is.
+func TestWithoutAnUpstreamAnyRefusalIsTheServers(t *testing.T) {
+	_, r := request("GET", "/work")
+	for dialled, want := range map[string]scheduler.Outcome{"127.0.0.1:8080": scheduler.DialRefused, "llm:8080": scheduler.Unreached, "": scheduler.Unreached} {
+		j := &job{target: &target{}, repl: caddy.NewReplacer()}
+		if dialled != "" { // else it was no reverse_proxy that went there
+			j.repl.Set("http.reverse_proxy.upstream.hostport", dialled)
+		}
+		require.Equal(t, want, j.outcome(r, refusedBy(syscall.ECONNREFUSED), true, false), dialled)
 	}
 }
 

@@ -150,7 +150,7 @@ func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 	case errors.Is(err, errNotStarted):
 		f = &failure{status: http.StatusServiceUnavailable, code: "not_running", message: err.Error(), retryAfter: time.Second}
 	case errors.As(err, &caddys) && caddys.StatusCode == http.StatusBadGateway:
-		f = &failure{status: http.StatusBadGateway, code: "server_died", told: true, message: fmt.Sprintf("the server of consumer %q gave no answer: %v", j.target.name, caddys.Err)}
+		f = &failure{status: http.StatusBadGateway, code: "server_died", told: true, message: j.whoDied() + " gave no answer: " + fmt.Sprint(caddys.Err)}
 	case errors.Is(err, context.Canceled):
 		metrics.errors.WithLabelValues(j.target.name, codeLeft).Inc()
 		j.leaves(codeLeft)
@@ -162,6 +162,15 @@ func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 		return err
 	}
 	return j.answer(w, r, f)
+}
+
+// whoDied names the server that reverse_proxy got no answer from.
+func (j *job) whoDied() string {
+	if j.wentToServer() {
+		return fmt.Sprintf("the server of consumer %q", j.target.name)
+	}
+	dialled, _ := j.repl.GetString("http.reverse_proxy.upstream.hostport")
+	return fmt.Sprintf("%s, which this site's configuration asks too for consumer %q and is not its upstream,", dialled, j.target.name)
 }
 
 // answer writes the error document, unless the site has error routes: those win.

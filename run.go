@@ -39,9 +39,9 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 			return err
 		case refusedDial(err) && j.misrouted() != nil:
 			return j.fail(j.ResponseWriter, r, j.misrouted())
-		case refusedDial(err) && attempt == 1 && r.Context().Err() == nil:
+		case j.unreached(err) && attempt == 1 && r.Context().Err() == nil:
 			continue // nothing was sent: its state is taken anew, and the job is admitted once more
-		case refusedDial(err):
+		case j.unreached(err):
 			return j.fail(j.ResponseWriter, r, unhealthy(j.target.name, err))
 		default:
 			return j.fail(j.ResponseWriter, r, err)
@@ -214,11 +214,11 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 		return scheduler.Served // it ended in the middle of the answer, and not by its server
 	case !completed && !cutByUs:
 		return scheduler.ServerDied
-	case err != nil && refusedDial(err) && j.misrouted() != nil:
-		return scheduler.NoAnswer // its server was not asked
-	case err != nil && refusedDial(err) && !left && j.nobodyListens(err):
+	case refusedDial(err) && (j.misrouted() != nil || !j.unreached(err)):
+		return scheduler.NoAnswer // that tells nothing of its server
+	case refusedDial(err) && !left && j.nobodyListens(err):
 		return scheduler.DialRefused
-	case err != nil && refusedDial(err):
+	case refusedDial(err):
 		return scheduler.Unreached // its server may be there, and hang
 	case cutByUs && (!completed || err != nil && !left && j.status == 0), err != nil && ours(err):
 		return scheduler.NoAnswer
@@ -240,6 +240,16 @@ func refusedDial(err error) bool {
 	}
 	var dial reverseproxy.DialError
 	return errors.As(err, &dial)
+}
+
+// unreached reports whether the job's own server took no connection, so that nothing was sent to it.
+func (j *job) unreached(err error) bool { return refusedDial(err) && j.wentToServer() }
+
+// wentToServer reports whether the last request of reverse_proxy went to the job's own server, and not to another server of the
+// site, such as that of forward_auth. A consumer without an upstream doesn't tell where its server is: there any address may be.
+func (j *job) wentToServer() bool {
+	dialled, ok := j.repl.GetString("http.reverse_proxy.upstream.hostport")
+	return !ok || j.lease.Upstream == "" || config.ServerAddress(dialled) == config.ServerAddress(j.lease.Upstream)
 }
 
 // nobodyListens reports whether a connection failed because no process listens at the server's address. DialError shows no

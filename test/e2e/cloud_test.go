@@ -108,7 +108,7 @@ func TestTheCloudWaitsForNobody(t *testing.T) {
 func TestACloudThatIsAwayIsRefusedByItsNameAndAskedAnewByTheNext(t *testing.T) {
 	t.Parallel()
 	up := newSky(t, false)
-	gate := newRelay(t, up.addr())
+	gate := newRelay(t, freeAddr(t), up.addr())
 	s := start(t, layout{Global: "probe_interval 50ms\nconsumer sky {\ncloud\nupstream " + gate.addr + "\n}",
 		Consumers: []consumer{plainModel("large", 9, "fallback sky"), plainModel("other", 9)}})
 	s.serve("large")

@@ -3,15 +3,18 @@ package e2e
 import (
 	"net"
 	"net/netip"
+	"path/filepath"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 )
 
-// full is an address that takes no connection and refuses none, as that of a server that hangs, until it is closed.
-func full(t *testing.T) (address string, closed func()) {
+// full makes 127.0.0.2 with this port an address that takes no connection and refuses none, as that of a server that hangs, until it is closed.
+func full(t *testing.T, port uint16) (closed func()) {
 	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
 	require.NoError(t, err)
 	open := true
@@ -22,31 +25,60 @@ func full(t *testing.T) (address string, closed func()) {
 		open = false
 	}
 	t.Cleanup(closed)
-	require.NoError(t, syscall.Bind(fd, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}))
+	require.NoError(t, syscall.Bind(fd, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 0, 2}, Port: int(port)}))
 	require.NoError(t, syscall.Listen(fd, 0))
-	name, err := syscall.Getsockname(fd)
-	require.NoError(t, err)
-	address = netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), uint16(name.(*syscall.SockaddrInet4).Port)).String()
+	address := netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 2}), port).String()
 	for range 8 { // nobody accepts them: the kernel takes few
 		conn, err := net.DialTimeout("tcp", address, 200*time.Millisecond)
 		if err != nil {
-			return address, closed
+			return closed
 		}
 		t.Cleanup(func() { _ = conn.Close() })
 	}
 	t.Fatal("the kernel takes all connections")
-	return "", nil
+	return nil
 }
 
 func TestAServerThatTakesNoConnectionInTimeKeepsItsMemoryAndOneThatRefusesItDoesNot(t *testing.T) {
 	t.Parallel()
-	address, closed := full(t)
 	a := plainModel("a", 9)
-	a.Proxy = "reverse_proxy " + address + " {\ntransport http {\ndial_timeout 200ms\n}\n}"
+	a.Addr = freeAddr(t)
+	closed := full(t, netip.MustParseAddrPort(a.Addr).Port())
+	a.Proxy = "reverse_proxy " + beside127(a.Addr) + " {\ntransport http {\ndial_timeout 200ms\n}\n}"
 	s := start(t, layout{Consumers: []consumer{a}})
 	s.get("/a/synthesize").refused(t, 503, "unhealthy")
 	require.Empty(t, s.decisions("gone"), "it may hang, loaded as it is")
 	closed()
 	s.get("/a/synthesize").refused(t, 503, "unhealthy")
 	require.NotEmpty(t, s.decisions("gone"))
+}
+
+// Another server that a route asks refuses the connection, while ComfyUI works on a prompt.
+func TestARefusalByAnotherServerOfTheSiteTellsNothingOfTheModelServer(t *testing.T) {
+	t.Parallel()
+	dead, c := freeAddr(t), comfyui()
+	c.VRAM = gib(9)
+	socket := filepath.Join(t.TempDir(), "s")
+	route := func(name, behind string) string {
+		return "handle_path /" + name + "/* {\nroute {\ngpu_broker comfyui\n" + behind + "\n}\n}\n"
+	}
+	s := start(t, layout{Consumers: []consumer{mvoice(), c}, Routes: route("authed", "forward_auth "+dead+" {\nuri /check\n}\nreverse_proxy {http.gpu_broker.upstream}") +
+		route("two", "reverse_proxy "+dead) + route("socket", "reverse_proxy unix/"+socket)})
+	comfy, voice := s.servers["comfyui"], s.servers["mvoice"]
+	s.ok(s.send("POST", "/mvoice/synthesize", "hello"))
+	end := s.holdWork("comfyui")
+	queuePrompt(t, s.url+"/comfyui/prompt", longPrompt("100"))
+	s.working("comfyui")
+	for name, address := range map[string]string{"authed": dead, "two": dead, "socket": socket} {
+		message := s.post("/"+name+"/prompt", longPrompt("1")).refused(t, 502, "server_died")
+		require.Contains(t, message, address, name)
+	}
+	speech := s.send("POST", "/mvoice/synthesize", "hello")
+	s.waitQueued("mvoice", 1)
+	require.Equal(t, "READY", s.state("comfyui"))
+	require.Empty(t, s.decisions("gone"))
+	end()
+	s.ok(speech)
+	require.Empty(t, modelserver.Overlap(comfy, voice))
+	require.EqualValues(t, 6, s.status().Scheduler.TotalJobs, "none of them was tried once more")
 }
