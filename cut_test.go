@@ -244,6 +244,35 @@ func TestWithoutAnUpstreamAnyRefusalIsTheServers(t *testing.T) {
 	}
 }
 
+// The site may ask its server again in handle_response, as reverse_proxy does by lb_retry_match.
+func TestAJobThatItsServerHasAnsweredIsNotRunAgain(t *testing.T) {
+	h := newHandler(t)
+	for name, c := range map[string]struct {
+		before, within bool // it is answered by another server before it is admitted; it is answered
+		asked, status  int
+	}{
+		"it is not answered":                    {asked: 2, status: http.StatusServiceUnavailable},
+		"it is":                                 {within: true, asked: 1, status: http.StatusBadGateway},
+		"another has answered before (an auth)": {before: true, asked: 2, status: http.StatusServiceUnavailable},
+	} {
+		w, r := request("GET", "/work")
+		repl := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
+		if c.before {
+			repl.Set(answerTime, time.Second)
+		}
+		asked := 0
+		require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error {
+			asked++
+			if c.within {
+				repl.Set(answerTime, time.Second)
+			}
+			return refusedBy(syscall.ECONNREFUSED)
+		})))
+		require.Equal(t, c.asked, asked, name)
+		require.Equal(t, c.status, w.Code, name)
+	}
+}
+
 func TestARequestIsBrokenOffOnlyIfItEndsBeforeItsAnswer(t *testing.T) {
 	_, here := request("GET", "/work")
 	gone, leave := context.WithCancel(here.Context())

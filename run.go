@@ -137,6 +137,7 @@ func timing(queued, loading time.Duration) string {
 func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 	j.later = j.lease.Async && j.target.AfterAnswer(r)
 	j.said = j.said[:0]
+	j.repl.Delete(answerTime)
 	inner, completed := r, false
 	switch {
 	case j.lease.Loads:
@@ -243,7 +244,17 @@ func refusedDial(err error) bool {
 }
 
 // unreached reports whether the job's own server took no connection, so that nothing was sent to it.
-func (j *job) unreached(err error) bool { return refusedDial(err) && j.wentToServer() }
+func (j *job) unreached(err error) bool { return refusedDial(err) && j.wentToServer() && !j.answered() }
+
+// answerTime is a placeholder that reverse_proxy sets once a server has answered, whatever the site then does with the answer.
+const answerTime = "http.reverse_proxy.upstream.latency"
+
+// answered reports whether a server has answered in this attempt, though nothing of it has reached the client: handle_response may
+// ask other servers first, or the same one again. Another try would do the work twice.
+func (j *job) answered() bool {
+	_, ok := j.repl.Get(answerTime)
+	return ok
+}
 
 // wentToServer reports whether the last request of reverse_proxy went to the job's own server, and not to another server of the
 // site, such as that of forward_auth. A consumer without an upstream doesn't tell where its server is: there any address may be.

@@ -82,3 +82,21 @@ func TestARefusalByAnotherServerOfTheSiteTellsNothingOfTheModelServer(t *testing
 	require.Empty(t, modelserver.Overlap(comfy, voice))
 	require.EqualValues(t, 6, s.status().Scheduler.TotalJobs, "none of them was tried once more")
 }
+
+// handle_response asks another server, which is down, or the same one at its other address.
+func TestAJobThatItsServerHasAnsweredIsNotSentTwice(t *testing.T) {
+	t.Parallel()
+	a, b := plainModel("a", 9), plainModel("b", 3)
+	b.Addr = freeAddr(t)
+	page := func(to string) string {
+		return "reverse_proxy {http.gpu_broker.upstream} {\n@any status 2xx\nhandle_response @any {\nreverse_proxy " + to + "\n}\n}"
+	}
+	a.Proxy, b.Proxy = page(freeAddr(t)), page(beside127(b.Addr))
+	s := start(t, layout{Consumers: []consumer{a, b}})
+	for _, name := range []string{"a", "b"} {
+		s.post("/"+name+"/synthesize", "hello").refused(t, 502, "server_died")
+		require.Equal(t, 1, s.servers[name].Stats().Worked, name)
+	}
+	require.Empty(t, s.decisions("gone"))
+	require.EqualValues(t, 2, s.status().Scheduler.TotalJobs)
+}
