@@ -319,6 +319,45 @@ func TestAServerThatIsAskedOnceMoreGetsTheWholeRequestAgain(t *testing.T) {
 	}
 }
 
+// request_buffers reads of a body before there is a connection.
+func TestABodyThatIsStreamedIsSentAgainOnlyIfNothingOfItWasRead(t *testing.T) {
+	h := newHandlerOf(t, gpucaddyfile.Route{Consumer: "a", StreamBody: true})
+	for name, c := range map[string]struct {
+		body         string
+		buffered     int64
+		asked, again int // how often it is asked, and how much of the body comes then
+		status       int
+	}{
+		"nothing was read":   {body: "hello", asked: 2, again: 5, status: http.StatusOK},
+		"a part was read":    {body: "hello", buffered: 1, asked: 1, status: http.StatusServiceUnavailable},
+		"all of it was":      {body: "hello", buffered: 9, asked: 1, status: http.StatusServiceUnavailable},
+		"it turns out empty": {buffered: 9, asked: 2, status: http.StatusOK},
+	} {
+		w, r := post("POST", "/work", c.body)
+		r.ContentLength = -1
+		asked, again := 0, 0
+		require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
+			if asked++; asked == 1 {
+				_, err := io.CopyN(io.Discard, r.Body, c.buffered)
+				require.True(t, err == nil || errors.Is(err, io.EOF), name)
+				return reverseproxy.NewDialError(errors.New("connection refused"))
+			}
+			rest, err := io.ReadAll(r.Body)
+			require.NoError(t, err)
+			again = len(rest)
+			w.WriteHeader(http.StatusOK)
+			return nil
+		})))
+		require.Equal(t, c.asked, asked, name)
+		require.Equal(t, c.again, again, name)
+		require.Equal(t, c.status, w.Code, name)
+		if c.status != http.StatusOK {
+			require.Equal(t, "unhealthy", document(t, w).Code, name)
+			require.Equal(t, "5", w.Header().Get("Retry-After"), name)
+		}
+	}
+}
+
 // The placeholder of the upstream was misspelt: the server was never asked.
 func TestAProxyThatWentElsewhereIsTheSitesFault(t *testing.T) {
 	h := newHandler(t)

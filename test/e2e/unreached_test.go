@@ -1,9 +1,11 @@
 package e2e
 
 import (
+	"io"
 	"net"
 	"net/netip"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -99,4 +101,29 @@ func TestAJobThatItsServerHasAnsweredIsNotSentTwice(t *testing.T) {
 	}
 	require.Empty(t, s.decisions("gone"))
 	require.EqualValues(t, 2, s.status().Scheduler.TotalJobs)
+}
+
+// request_buffers takes the beginning of the body before the connection is refused, and chunked bodies can't be read again.
+func TestAStreamedUploadOfWhichAPartIsReadIsNotSentWithoutIt(t *testing.T) {
+	t.Parallel()
+	buffers, none := plainModel("buffers", 3), plainModel("none", 3)
+	buffers.Route, none.Route = "stream_body", "stream_body"
+	buffers, closed := viaRelay(t, buffers)
+	none, alsoClosed := viaRelay(t, none)
+	buffers.Proxy = strings.Replace(buffers.Proxy, "transport http", "request_buffers 4KiB\ntransport http", 1)
+	s := start(t, layout{Consumers: []consumer{buffers, none}})
+	closed.close()
+	alsoClosed.close()
+	jobs := uint64(0)
+	for name, tries := range map[string]uint64{"buffers": 1, "none": 2} {
+		resp, err := s.client.Post(s.url+"/"+name+"/echo", "application/octet-stream", io.MultiReader(strings.NewReader(strings.Repeat("x", 10_000))))
+		require.NoError(t, err)
+		body, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		require.NoError(t, resp.Body.Close())
+		require.Equal(t, 503, resp.StatusCode, "%s", body)
+		require.Contains(t, string(body), "unhealthy")
+		jobs += tries
+		require.EqualValues(t, jobs, s.status().Scheduler.TotalJobs, name)
+	}
 }
