@@ -245,6 +245,7 @@ func TestAServerThatCannotBeAskedIsBusyAndOneThatIsGoneIsNot(t *testing.T) {
 		"idle":             {idles: true},
 		"no answer":        {err: errors.New("a timeout")},
 		"no server":        {err: lifecycle.ErrRefused, idles: true},
+		"no way to it":     {err: lifecycle.ErrUnreachable},
 		"no way to ask it": {cannot: true, busy: true, idles: true},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -413,6 +413,7 @@ func TestAServerThatDoesNotSayWhetherItWorksIsTakenToWork(t *testing.T) {
 		"an error":   {err: errors.New("500")},
 		"no answer":  {err: context.DeadlineExceeded},
 		"it is gone": {err: lifecycle.ErrRefused, unloaded: true},
+		"no way":     {err: lifecycle.ErrUnreachable},
 		"it is idle": {unloaded: true},
 		"no word":    {err: errors.New("the answer has no $.busy")},
 	} {
@@ -434,6 +435,40 @@ func TestAServerThatDoesNotSayWhetherItWorksIsTakenToWork(t *testing.T) {
 				pass(20 * time.Second)
 				require.Equal(t, c.unloaded, w.servers["a"].count(&w.servers["a"].unloads) == 1)
 			})
+		})
+	}
+}
+
+// probedServer is a fake server whose probes come to what is set.
+type probedServer struct {
+	*fakeServer
+	outcome atomic.Int32
+}
+
+func (p *probedServer) Open(lifecycle.Deps) (lifecycle.Driver, error) { return p, nil }
+
+func (p *probedServer) Probe(ctx context.Context) lifecycle.Report {
+	r := p.fakeServer.Probe(ctx)
+	r.Outcome = lifecycle.Outcome(p.outcome.Load())
+	return r
+}
+
+// A name server that fails, or a route that is lost, says nothing of the model in a GPU's memory.
+func TestAServerThatCannotBeReachedIsUnhealthyAndKeepsItsMemory(t *testing.T) {
+	for outcome, state := range map[lifecycle.Outcome]string{lifecycle.Unreachable: "READY", lifecycle.Wrong: "READY", lifecycle.Refused: "IDLE"} {
+		synctest.Test(t, func(t *testing.T) {
+			w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
+			w.gen = w.generation(t, nil, server("a", 10*gpu.GiB))
+			probed := &probedServer{fakeServer: w.servers["a"]}
+			w.gen.Lifecycles["a"] = probed
+			require.NoError(t, w.Push(w.gen))
+			defer w.Close()
+			w.serves(t, "a")
+			probed.outcome.Store(int32(outcome))
+			pass(time.Minute)
+			a := w.Status().Consumers["a"]
+			require.Equal(t, "unhealthy", a.Health, outcome)
+			require.Equal(t, state, a.Slots[0].State, outcome)
 		})
 	}
 }

@@ -185,7 +185,7 @@ func (b *Broker) checkBusy(driver lifecycle.Driver, timeout time.Duration, t lif
 	busy, err := driver.Busy(ctx, t)
 	answer.Failed = err != nil && !errors.Is(err, lifecycle.ErrRefused)
 	answer.Busy = busy || answer.Failed
-	answer.Mute = answer.Failed && !timedOut(ctx, err)
+	answer.Mute = answer.Failed && !timedOut(ctx, err) && !errors.Is(err, lifecycle.ErrUnreachable)
 	b.step(answer)
 }
 
@@ -291,7 +291,7 @@ func said(sl *slot, r lifecycle.Report, sent time.Time) scheduler.Probed {
 var (
 	probeOutcomes = map[lifecycle.Outcome]scheduler.ProbeOutcome{
 		lifecycle.Answered: scheduler.ProbeAnswered, lifecycle.Refused: scheduler.ProbeRefused,
-		lifecycle.Wrong: scheduler.ProbeWrong, lifecycle.TimedOut: scheduler.ProbeTimedOut,
+		lifecycle.Wrong: scheduler.ProbeWrong, lifecycle.Unreachable: scheduler.ProbeWrong, lifecycle.TimedOut: scheduler.ProbeTimedOut,
 	}
 	tris = map[lifecycle.Tri]scheduler.Tri{lifecycle.Unknown: scheduler.NotTold, lifecycle.No: scheduler.No, lifecycle.Yes: scheduler.Yes}
 )

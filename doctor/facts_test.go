@@ -289,6 +289,12 @@ func TestServersAreJudgedByTheirProbes(t *testing.T) {
 			p.report.Outcome = lifecycle.Refused
 			f.unnamed = []Identity{{Address: "127.0.0.1:11434", Engine: "ollama"}}
 		}, "write upstream 127.0.0.1:11434"},
+		"no way leads there": {func(_ *facts, p *probe) { p.report.Outcome, p.report.Detail = lifecycle.Unreachable, "no such host" },
+			"error a: it can't be reached: no such host → correct its upstream"},
+		"its name is wrong": {func(f *facts, p *probe) {
+			p.report.Outcome = lifecycle.Unreachable
+			f.unnamed = []Identity{{Address: "127.0.0.1:11434", Engine: "ollama"}}
+		}, "write upstream 127.0.0.1:11434"},
 		"it is slow":      {func(_ *facts, p *probe) { p.report.Outcome = lifecycle.TimedOut }, "warning a: it does not answer in time"},
 		"it is wrong":     {func(_ *facts, p *probe) { p.report.Outcome, p.report.Detail = lifecycle.Wrong, "404" }, "error a: it answers, but not as it should: 404"},
 		"it does not say": {func(_ *facts, p *probe) { p.report.Detail = "$.x is missing" }, "warning a: it answers, but does not say whether it is loaded: $.x is missing"},

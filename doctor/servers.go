@@ -65,6 +65,14 @@ func (f *facts) judgeProbe(c *config.Consumer, p probe, id Identity) (out []Find
 			mend = "it is " + titleOf(id.Engine) + ": write preset " + id.Engine
 		}
 		out = append(out, f.about(Error, "server", c, "upstream").saying("it answers, but not as it should: "+detail, mend))
+	case lifecycle.Unreachable:
+		mend := "correct its upstream, or the name server or route that leads there"
+		if e, ok := EngineOf(c.Preset); ok {
+			if at := f.elsewhere(e.Preset); at != "" {
+				mend = "write upstream " + at + ": there is " + e.Title
+			}
+		}
+		out = append(out, f.about(Error, "server", c, "upstream").saying("it can't be reached: "+detail, mend))
 	case lifecycle.TimedOut:
 		out = append(out, f.about(Warning, "server", c, "upstream").saying("it does not answer in time: "+detail,
 			"it may be computing or loading; if it always is so slow, raise probe_timeout, and see whether a firewall drops the connection"))
@@ -190,7 +198,8 @@ func judgeUnnamed(f *facts) (out []Finding) {
 // isWanted reports whether a consumer looks for it elsewhere in vain: that was said there.
 func (f *facts) isWanted(id Identity) bool {
 	for _, c := range f.site.consumers() {
-		if c.Preset == id.Engine && f.probes[c.Name].report.Outcome == lifecycle.Refused && f.probes[c.Name].traits.Health {
+		p := f.probes[c.Name]
+		if c.Preset == id.Engine && (p.report.Outcome == lifecycle.Refused || p.report.Outcome == lifecycle.Unreachable) && p.traits.Health {
 			return true
 		}
 	}

@@ -19,14 +19,15 @@ type Outcome int
 
 // The outcomes of a probe.
 const (
-	Answered Outcome = iota // an accepted status
-	Refused                 // nothing listens there
-	Wrong                   // it answered, but not as it should
-	TimedOut                // no answer in time: it may be busy
+	Answered    Outcome = iota // an accepted status
+	Refused                    // nothing listens there
+	Wrong                      // it answered, but not as it should
+	TimedOut                   // no answer in time: it may be busy
+	Unreachable                // no way leads there, or its name is not found: it may live
 )
 
 func (o Outcome) String() string {
-	return [...]string{"answered", "refused", "wrong", "timed out"}[o]
+	return [...]string{"answered", "refused", "wrong", "timed out", "unreachable"}[o]
 }
 
 // Tri is a truth that may be unknown.
@@ -74,7 +75,9 @@ func (m Model) Partly() bool { return m.Resident >= 0 && m.Size > m.Resident }
 var (
 	ErrOutOfMemory = errors.New("out of GPU memory")
 	ErrPartly      = errors.New("only partly on the GPU")
-	ErrRefused     = errors.New("connection refused")
+	ErrRefused     = errors.New("connection refused") // nothing listens there
+	// ErrUnreachable is the error of a call for which no way led to the server, or its name was not found: the server may live.
+	ErrUnreachable = errors.New("unreachable")
 	// ErrNoModel is the error of a load of a model that the server does not have.
 	ErrNoModel = errors.New("the server has no such model")
 )

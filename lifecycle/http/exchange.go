@@ -29,7 +29,7 @@ const (
 type failure struct {
 	outcome lifecycle.Outcome
 	text    string
-	cause   error // lifecycle.ErrRefused, lifecycle.ErrOutOfMemory, a context's error, or nil
+	cause   error // lifecycle.ErrRefused, lifecycle.ErrUnreachable, lifecycle.ErrOutOfMemory, a context's error, or nil
 	status  int   // of an answer that was not accepted
 }
 
@@ -149,21 +149,31 @@ func (d *driver) broken(ctx context.Context, what string, begun time.Time, err e
 	waited := time.Since(begun).Round(time.Millisecond)
 	var inName *net.DNSError
 	var inNet net.Error
+	lost := errors.As(err, &inName) && !inName.IsTimeout || errors.Is(err, syscall.EHOSTUNREACH) || errors.Is(err, syscall.ENETUNREACH)
 	switch {
 	case errors.Is(ctx.Err(), context.Canceled):
 		return &failure{outcome: lifecycle.TimedOut, text: fmt.Sprintf("%s was given up after %s", what, waited), cause: context.Canceled}
-	case ctx.Err() != nil:
+	case ctx.Err() != nil, pastDeadline(ctx): // which net may tell before the context does
 		return &failure{outcome: lifecycle.TimedOut, text: fmt.Sprintf("%s did not answer within %s", what, waited), cause: context.DeadlineExceeded}
 	case errors.Is(err, syscall.ECONNREFUSED) && waited >= dialTimeout: // by the first address of a name; another one took no connection in time
 		return &failure{outcome: lifecycle.TimedOut, text: fmt.Sprintf("%s did not answer within %s", what, waited), cause: context.DeadlineExceeded}
-	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH),
-		errors.As(err, &inName) && inName.IsNotFound:
+	case lost:
+		text := fmt.Sprintf("%s: %s: is %s right, and can it be reached from here?", what, d.shown(err), d.deps.Upstream)
+		return &failure{outcome: lifecycle.Unreachable, text: text, cause: lifecycle.ErrUnreachable}
+	case errors.Is(err, syscall.ECONNREFUSED):
 		return &failure{outcome: lifecycle.Refused, text: fmt.Sprintf("%s: %s: does the server run at %s?", what, d.shown(err), d.deps.Upstream), cause: lifecycle.ErrRefused}
 	case errors.As(err, &inNet) && inNet.Timeout():
 		return &failure{outcome: lifecycle.TimedOut, text: fmt.Sprintf("%s did not answer within %s", what, waited), cause: context.DeadlineExceeded}
 	default:
 		return &failure{outcome: lifecycle.Wrong, text: fmt.Sprintf("%s: the connection broke: %s", what, d.shown(err)), cause: nil}
 	}
+}
+
+// pastDeadline reports whether a context's time is over. Of a name with two addresses net tells the first one's refusal, also where the
+// other took no connection until then.
+func pastDeadline(ctx context.Context) bool {
+	deadline, ok := ctx.Deadline()
+	return ok && !time.Now().Before(deadline)
 }
 
 func (d *driver) shown(err error) string { return d.plan.secrets.excerpt([]byte(err.Error())) }

@@ -30,8 +30,10 @@ func TestNetworkErrorsAreClassified(t *testing.T) {
 		is   error
 	}{
 		"refused":          {dial(os.NewSyscallError("connect", syscall.ECONNREFUSED)), lifecycle.Refused, lifecycle.ErrRefused},
-		"host unreachable": {dial(os.NewSyscallError("connect", syscall.EHOSTUNREACH)), lifecycle.Refused, lifecycle.ErrRefused},
-		"no such host":     {dial(&net.DNSError{Err: "no such host", Name: "gpu-box", IsNotFound: true}), lifecycle.Refused, lifecycle.ErrRefused},
+		"host unreachable": {dial(os.NewSyscallError("connect", syscall.EHOSTUNREACH)), lifecycle.Unreachable, lifecycle.ErrUnreachable},
+		"net unreachable":  {dial(os.NewSyscallError("connect", syscall.ENETUNREACH)), lifecycle.Unreachable, lifecycle.ErrUnreachable},
+		"no such host":     {dial(&net.DNSError{Err: "no such host", Name: "gpu-box", IsNotFound: true}), lifecycle.Unreachable, lifecycle.ErrUnreachable},
+		"no name server":   {dial(&net.DNSError{Err: "connection refused", Name: "gpu-box", UnwrapErr: syscall.ECONNREFUSED}), lifecycle.Unreachable, lifecycle.ErrUnreachable},
 		"name server slow": {dial(&net.DNSError{Err: "i/o timeout", Name: "gpu-box", IsTimeout: true}), lifecycle.TimedOut, context.DeadlineExceeded},
 		"connect slow":     {dial(os.ErrDeadlineExceeded), lifecycle.TimedOut, context.DeadlineExceeded},
 		"reset":            {dial(os.NewSyscallError("read", syscall.ECONNRESET)), lifecycle.Wrong, nil},
