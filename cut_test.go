@@ -199,6 +199,8 @@ func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 		"its server did not answer the connection": {r: here, err: refusedBy(os.ErrDeadlineExceeded), want: scheduler.Unreached},
 		"its client left before it was connected":  {r: left, err: refusedBy(context.Canceled), want: scheduler.Unreached},
 		"its body was at fault":                    {r: here, err: storageFull(io.ErrShortWrite), want: scheduler.NoAnswer},
+		"reverse_proxy gave it up":                 {r: here, err: caddyhttp.Error(http.StatusGatewayTimeout, os.ErrDeadlineExceeded), want: scheduler.NoAnswer},
+		"the site answers with status 504":         {r: here, err: caddyhttp.Error(http.StatusGatewayTimeout, io.ErrUnexpectedEOF), want: scheduler.ServerDied},
 		"another server took no connection":        {r: here, err: refusedBy(syscall.ECONNREFUSED), dialled: "127.0.0.1:9000", want: scheduler.NoAnswer},
 		"another did not answer the connection":    {r: here, err: refusedBy(os.ErrDeadlineExceeded), dialled: "10.0.0.7:8080", want: scheduler.NoAnswer},
 		"a socket took no connection":              {r: here, err: refusedBy(syscall.ECONNREFUSED), dialled: "/run/s.sock", want: scheduler.NoAnswer},

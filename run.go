@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/http"
 	"net/netip"
 	"strconv"
@@ -181,7 +182,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 		if outcome == scheduler.Accepted && len(j.said) > 0 {
 			j.lease.Track(j.said)
 		}
-		ended := j.lease.End(outcome, j.brokeOff(inner, completed))
+		ended := j.lease.End(outcome, j.brokeOff(inner, completed) || j.gaveUp(err))
 		j.leased = false
 		j.target.ran.Observe(ended.Sub(j.lease.Began).Seconds())
 		j.spans(r.Context(), j.lease.Began, ended)
@@ -224,7 +225,7 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 		return scheduler.DialRefused
 	case refusedDial(err):
 		return scheduler.Unreached // its server may be there, and hang
-	case cutByUs && (!completed || err != nil && !left && j.status == 0), err != nil && ours(err):
+	case cutByUs && (!completed || err != nil && !left && j.status == 0), err != nil && ours(err), j.gaveUp(err):
 		return scheduler.NoAnswer
 	case err != nil && !left && j.status == 0:
 		return scheduler.ServerDied
@@ -235,6 +236,17 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 	default:
 		return scheduler.Served
 	}
+}
+
+// gaveUp reports whether reverse_proxy broke the request off by a time-out of its own (response_header_timeout, read_timeout): its
+// server may work on. One in the middle of an answer can't be told from a server that died.
+func (j *job) gaveUp(err error) bool {
+	if err == nil || j.status != 0 {
+		return false
+	}
+	var caddys caddyhttp.HandlerError
+	var inNet net.Error
+	return errors.As(err, &caddys) && caddys.StatusCode == http.StatusGatewayTimeout && errors.As(caddys.Err, &inNet) && inNet.Timeout() && j.wentToServer()
 }
 
 // refusedDial reports whether nothing was sent, as no connection came about.

@@ -85,6 +85,23 @@ func TestARefusalByAnotherServerOfTheSiteTellsNothingOfTheModelServer(t *testing
 	require.EqualValues(t, 6, s.status().Scheduler.TotalJobs, "none of them was tried once more")
 }
 
+func TestAServerThatReverseProxyGivesUpIsNotTakenForIdleWhileItWorksOn(t *testing.T) {
+	t.Parallel()
+	a, b := plainModel("a", 9, busyPlain), plainModel("b", 3)
+	a.WorksOn = true
+	a.Proxy = "reverse_proxy {http.gpu_broker.upstream} {\ntransport http {\nresponse_header_timeout 300ms\n}\n}"
+	s := start(t, layout{Consumers: []consumer{a, b}})
+	s.serve("b")
+	end := s.holdWork("a")
+	require.Equal(t, 504, s.get("/a/synthesize").status)
+	s.working("a")
+	speech := s.send("POST", "/b/synthesize", "hello")
+	s.waitQueued("b", 1)
+	end()
+	s.ok(speech)
+	require.Empty(t, modelserver.Overlap(s.servers["a"], s.servers["b"]))
+}
+
 // handle_response asks another server, which is down, or the same one at its other address.
 func TestAJobThatItsServerHasAnsweredIsNotSentTwice(t *testing.T) {
 	t.Parallel()
