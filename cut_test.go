@@ -275,6 +275,25 @@ func TestAJobThatItsServerHasAnsweredIsNotRunAgain(t *testing.T) {
 	}
 }
 
+func TestWhereReverseProxyAsksNobodyTheServerIsUnhealthy(t *testing.T) {
+	h := newHandler(t)
+	w, r := request("GET", "/work")
+	require.NoError(t, h.ServeHTTP(w, r, nothing))
+	nobody := caddyhttp.Error(http.StatusServiceUnavailable, errors.New("no upstreams available"))
+	w, r = request("GET", "/work")
+	require.NoError(t, h.ServeHTTP(w, r, failing(nobody)))
+	require.Equal(t, http.StatusServiceUnavailable, w.Code)
+	require.Equal(t, "unhealthy", document(t, w).Code)
+	require.Equal(t, "5", w.Header().Get("Retry-After"))
+
+	w, r = request("GET", "/work")
+	repl := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
+	require.ErrorIs(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(http.ResponseWriter, *http.Request) error {
+		repl.Set(answerTime, time.Second)
+		return nobody
+	})), nobody, "its server has answered, and another of the site is down")
+}
+
 func TestARequestIsBrokenOffOnlyIfItEndsBeforeItsAnswer(t *testing.T) {
 	_, here := request("GET", "/work")
 	gone, leave := context.WithCancel(here.Context())

@@ -90,7 +90,16 @@ func (j *job) notTheServers(r *http.Request, err error) error {
 	if j.body != nil && j.body.Fault() != nil {
 		return storageFull(j.body.Fault())
 	}
+	if noUpstream(err) && !j.answered() {
+		return unhealthy(j.target.name, errors.New("reverse_proxy has no upstream for it, or holds it for down by its own health checks (fail_duration, health_uri)"))
+	}
 	return err
+}
+
+// noUpstream reports whether reverse_proxy asked no server at all. It does not export that error.
+func noUpstream(err error) bool {
+	var caddys caddyhttp.HandlerError
+	return errors.As(err, &caddys) && caddys.StatusCode == http.StatusServiceUnavailable && caddys.Err != nil && caddys.Err.Error() == "no upstreams available"
 }
 
 // errorDocument is OpenAI's error form, so that every SDK shows it.

@@ -102,6 +102,25 @@ func TestAServerThatReverseProxyGivesUpIsNotTakenForIdleWhileItWorksOn(t *testin
 	require.Empty(t, modelserver.Overlap(s.servers["a"], s.servers["b"]))
 }
 
+func TestAServerThatReverseProxyHoldsForDownIsUnhealthyAndNotDead(t *testing.T) {
+	t.Parallel()
+	a, closed := viaRelay(t, plainModel("a", 9))
+	a.Proxy = strings.Replace(a.Proxy, "transport http", "fail_duration 10m\ntransport http", 1)
+	s := start(t, layout{Global: "probe_interval 10m", Consumers: []consumer{a}})
+	s.serve("a")
+	closed.close()
+	first := s.post("/a/synthesize", "hello") // its second try finds reverse_proxy's mind made up
+	closed.open()
+	probes := s.servers["a"].Stats().HealthProbes
+	for _, a := range []answer{first, s.post("/a/synthesize", "hello")} {
+		message := a.refused(t, 503, "unhealthy")
+		require.Contains(t, message, "fail_duration")
+		require.Equal(t, "5", a.header.Get("Retry-After"))
+	}
+	require.Equal(t, 1, s.servers["a"].Stats().Requests["/synthesize"])
+	require.Equal(t, probes, s.servers["a"].Stats().HealthProbes, "nobody suspects it")
+}
+
 // handle_response asks another server, which is down, or the same one at its other address.
 func TestAJobThatItsServerHasAnsweredIsNotSentTwice(t *testing.T) {
 	t.Parallel()
