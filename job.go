@@ -33,7 +33,6 @@ type job struct {
 	turn       bool    // no list names it: at a consumer with models it loads nothing
 	submitted  time.Time
 	body       *routing.Body
-	streamed   *streamed      // its body, where that is passed on as it comes (stream_body)
 	unread     bool           // its body did not come to its end
 	facts      *routing.Facts // what the body says; nil: it was not looked into
 	read       routing.Facts  // what facts points to

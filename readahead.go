@@ -8,7 +8,6 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
-	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
@@ -21,24 +20,6 @@ import (
 func hasBody(r *http.Request) bool {
 	return r.ContentLength != 0 && r.Body != nil && r.Body != http.NoBody && r.Method != http.MethodConnect
 }
-
-// streamed is a body that is passed on as it comes. What was read of it, by request_buffers even before a connection, can't be sent again.
-type streamed struct {
-	io.ReadCloser
-	read atomic.Bool
-}
-
-// Read reads the body, and notes that it has begun.
-func (s *streamed) Read(p []byte) (int, error) {
-	n, err := s.ReadCloser.Read(p)
-	if n > 0 && !s.read.Load() {
-		s.read.Store(true)
-	}
-	return n, err
-}
-
-// begun reports whether anything was read of the body. A nil body has none.
-func (s *streamed) begun() bool { return s != nil && s.read.Load() }
 
 // readAhead reads the body, and looks into it where the route says so. A stop waits for a slow upload no longer than for those that run.
 func (j *job) readAhead(r *http.Request) (err error) {

@@ -40,7 +40,7 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 			return err
 		case refusedDial(err) && j.misrouted() != nil:
 			return j.fail(j.ResponseWriter, r, j.misrouted())
-		case j.unreached(err) && attempt == 1 && !j.streamed.begun() && r.Context().Err() == nil:
+		case j.unreached(err) && attempt == 1 && !j.upload.begun() && r.Context().Err() == nil:
 			continue // nothing was sent: its state is taken anew, and the job is admitted once more
 		case j.unreached(err):
 			return j.fail(j.ResponseWriter, r, unhealthy(j.target.name, err))
@@ -67,9 +67,6 @@ func (j *job) acquire(r *http.Request) error {
 		if err := j.readAhead(r); err != nil {
 			return err
 		}
-	case hasBody(r) && j.streamed == nil:
-		j.streamed = &streamed{ReadCloser: r.Body}
-		r.Body = j.streamed
 	}
 	req := j.request(r)
 	if h.Heartbeat > 0 {

@@ -306,6 +306,9 @@ type upload struct {
 
 func (u *upload) isCut() bool { return u != nil && u.cut.Load() }
 
+// begun reports whether anything was read of it, which can't be sent again. request_buffers reads even before there is a connection.
+func (u *upload) begun() bool { return u != nil && u.moved.Load() > 0 }
+
 func (u *upload) Read(p []byte) (int, error) {
 	u.reading.Store(true)
 	defer u.reading.Store(false)
