@@ -265,9 +265,10 @@ type Consumer struct {
 	explicit map[string]bool
 	// Whether IdleTimeout is its category's or the broker's.
 	sharedIdle bool
-	// The consumer that stands for the same server, and whether that one comes first. See LeavesToDouble.
-	double *Consumer
-	second bool
+	// The other consumers with models that stand for the same server, and whether one of them, not this one, has the models that none names.
+	// See LeavesToDouble.
+	doubles   []*Consumer
+	onlyNamed bool
 }
 
 // Model is a model of a consumer that is loaded and unloaded by itself.

@@ -1,6 +1,7 @@
 package config
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"path/filepath"
@@ -134,45 +135,145 @@ func (f *faults) doubtConsumer(who string, c *Consumer, byName map[string]*Consu
 	}
 }
 
-// doubles warns of servers that stand under two names, and limits what that
-// does. Each of the two would take what it sees loaded for its own, and unload it for others, though the
-// other pins it. So the second is made to share the server of the first. With models each keeps to its own. Where
-// only one of them has models, the other, which would unload all of them, is switched off.
+// doubles warns of servers that several consumers stand for, and limits what
+// that does. Each of them would take what it sees loaded for its own, and unload it for others, though another
+// pins it.
 func (f *faults) doubles(b *Broker) {
-	first := map[string]*Consumer{}
-	for i, c := range b.Consumers {
-		if c == nil || !c.IsEnabled() || c.Cloud || c.Shares != "" || c.Upstream == "" {
-			continue
-		}
-		at := ServerAddress(c.Upstream)
-		other := first[at]
-		if other == nil || other.Name == c.Name {
-			first[at] = c
-			continue
-		}
-		who := c.title(i)
-		same := "its upstream " + c.Upstream + " is that of consumer " + other.Name
-		if other.Upstream != c.Upstream {
-			same += ", which writes it " + other.Upstream
-		}
-		switch {
-		case (starts(c) || starts(other)) && string(c.LifecycleRaw) != string(other.LifecycleRaw):
-			f.warn(who, "%s, though each has a server of its own: only one of them can listen there. Give each its own port", same)
-		case c.HasModels() && other.HasModels():
-			f.warn(who, "%s: one server is one consumer. Move its models there. Until then each serves only the models that it names", same)
-			c.double, other.double, c.second = other, c, true
-		case c.HasModels() || other.HasModels():
-			off, on := c, other
-			if c.HasModels() {
-				off, on = other, c
-			}
-			f.warn(who, "%s: one server is one consumer. Write a model line at %s for what %s stands for. Until then requests for %s are refused", same, on.Name, off.Name, off.Name)
-			off.Enabled = Off
-		default:
-			f.warn(who, "%s: one server is one consumer. Write shares %s instead, or, if the server loads several models, one consumer with a model line for each. Until then it is taken as shares %s", same, other.Name, other.Name)
-			c.share(other, b)
+	groups, rivals := servers(b)
+	for _, pair := range rivals {
+		f.warn(pair[1].title(0), "%s, though each has a server of its own: only one of them can listen there. Give each its own port",
+			pair[1].doublesText(pair[0]))
+	}
+	for _, group := range groups {
+		f.oneServer(b, group)
+	}
+}
+
+// servers groups the enabled consumers by the server that they stand for, in
+// the order of the configuration. Those that share another's server by their own word are left out: they stand for what that one
+// does. Consumers of one address of which the broker starts one but not the other are rivals: each of these pairs has two servers.
+func servers(b *Broker) (groups [][]*Consumer, rivals [][2]*Consumer) {
+	own := map[string]string{} // of the address of one that shares: that of the other, whose server it is
+	for _, c := range b.Consumers {
+		if first := b.consumer(c.Shares); first != nil && c.IsEnabled() {
+			own[ServerAddress(c.Upstream)] = ServerAddress(first.Upstream)
 		}
 	}
+	byAddress := map[string]*Consumer{}
+	byServer := map[string]int{}
+	for _, c := range b.Consumers {
+		if !c.IsEnabled() || c.Cloud || c.Shares != "" || c.Upstream == "" {
+			continue
+		}
+		address := ServerAddress(c.Upstream)
+		address = cmp.Or(own[address], address)
+		server := address
+		if starts(c) {
+			server += " " + string(c.LifecycleRaw)
+		}
+		i, known := byServer[server]
+		if known {
+			groups[i] = append(groups[i], c)
+			continue
+		}
+		byServer[server] = len(groups)
+		groups = append(groups, []*Consumer{c})
+		if first := byAddress[address]; first != nil {
+			rivals = append(rivals, [2]*Consumer{first, c})
+		} else {
+			byAddress[address] = c
+		}
+	}
+	return groups, rivals
+}
+
+// oneServer sorts out consumers that stand for one server. If any has models,
+// those without, which would unload all of them, are switched off, and the others keep each to its own models.
+// Otherwise all share the server of the first.
+func (f *faults) oneServer(b *Broker, group []*Consumer) {
+	var with, without []*Consumer
+	for _, c := range group {
+		if c.HasModels() {
+			with = append(with, c)
+		} else {
+			without = append(without, c)
+		}
+	}
+	if len(with) == 0 {
+		for _, c := range without[1:] {
+			first := without[0]
+			f.warn(c.title(0), "%s: one server is one consumer. Write shares %s instead, or, if the server loads several models, "+
+				"one consumer with a model line for each. Until then it is taken as shares %s", c.doublesText(first), first.Name, first.Name)
+			c.share(first, b)
+		}
+		return
+	}
+	first := with[0]
+	for _, c := range without {
+		off := strings.Join(b.switchOff(c), " and ")
+		f.warn(c.title(0), "%s: one server is one consumer. Write a model line at %s for what %s stands for. "+
+			"Until then requests for %s are refused", c.doublesText(first), first.Name, c.Name, off)
+	}
+	for i, c := range with[1:] {
+		until := "each serves only the models that it names"
+		if left := c.leaveModels(with[:i+1]); len(left) > 0 {
+			until += ", and of those that both name the first does: requests here for " + strings.Join(left, ", ") + " are refused"
+		}
+		f.warn(c.title(0), "%s: one server is one consumer. Move its models there. Until then %s", c.doublesText(first), until)
+		if !c.HasModels() {
+			b.switchOff(c)
+		}
+	}
+	rest := first // it has the models that none of them names
+	if i := slices.IndexFunc(with, func(c *Consumer) bool { return c.AutoModels }); i >= 0 {
+		rest = with[i]
+	}
+	for i, c := range with {
+		c.doubles, c.onlyNamed = slices.Concat(with[:i], with[i+1:]), c != rest
+	}
+}
+
+// leaveModels takes from c the models that one of others names, too, and returns their names. What pins one of the two pins the model.
+func (c *Consumer) leaveModels(others []*Consumer) (left []string) {
+	c.Models = slices.DeleteFunc(slices.Clone(c.Models), func(m *Model) bool {
+		for _, other := range others {
+			if i := slices.IndexFunc(other.Models, func(o *Model) bool { return o.Name == m.Name }); i >= 0 {
+				other.Models[i].Pin = other.Models[i].Pin || m.Pin || c.Pin
+				left = append(left, m.Name)
+				return true
+			}
+		}
+		return false
+	})
+	return left
+}
+
+// doublesText says whose server c stands for, too.
+func (c *Consumer) doublesText(other *Consumer) string {
+	text := "its upstream " + c.Upstream + " is that of consumer " + other.Name
+	if other.Upstream != c.Upstream {
+		text += ", which writes it " + other.Upstream
+	}
+	return text
+}
+
+// switchOff switches off c and all that share its server; it returns their names.
+func (b *Broker) switchOff(c *Consumer) (names []string) {
+	for _, one := range b.Consumers {
+		if one == c || one.Shares == c.Name {
+			one.Enabled = Off
+			names = append(names, one.Name)
+		}
+	}
+	return names
+}
+
+// consumer is the consumer of this name; nil: there is none.
+func (b *Broker) consumer(name string) *Consumer {
+	if i := slices.IndexFunc(b.Consumers, func(c *Consumer) bool { return c.Name == name }); i >= 0 {
+		return b.Consumers[i]
+	}
+	return nil
 }
 
 // starts reports whether the broker starts the server of c.
@@ -194,6 +295,11 @@ func (c *Consumer) share(first *Consumer, b *Broker) {
 	first.ConflictsWith = slices.DeleteFunc(slices.Concat(first.ConflictsWith, c.ConflictsWith), func(name string) bool { return name == first.Name || name == c.Name })
 	c.Pin, c.NoEvict, c.VRAMManaged, c.VRAM, c.Residual, c.CanCoexistWith, c.ConflictsWith = false, false, false, 0, 0, nil, nil
 	c.LifecycleRaw = json.RawMessage(`{"protocol":"` + DefaultProtocol + `"}`)
+	for _, other := range b.Consumers {
+		if other.Shares == c.Name {
+			other.Shares, other.GPU = first.Name, first.GPU
+		}
+	}
 	for i, r := range b.Restore {
 		if r.Consumer == c.Name {
 			b.Restore[i].Consumer = first.Name
@@ -201,14 +307,11 @@ func (c *Consumer) share(first *Consumer, b *Broker) {
 	}
 }
 
-// LeavesToDouble reports whether a model of its server is not this
-// consumer's business, because another consumer stands for the same server: a model that the
-// other names, and, of the second of the two, any model that it doesn't name itself. same compares names as the server does.
+// LeavesToDouble reports whether a model of its server is not this consumer's
+// business, because other consumers stand for the same server: a model that one of them names, and, of all but one of
+// them, any model that it doesn't name itself. same compares names as the server does.
 func (c *Consumer) LeavesToDouble(model string, same func(a, b string) bool) bool {
-	if c.double == nil {
-		return false
-	}
-	return c.second || c.double.names(model, same)
+	return c.onlyNamed || slices.ContainsFunc(c.doubles, func(other *Consumer) bool { return other.names(model, same) })
 }
 
 func (c *Consumer) names(model string, same func(a, b string) bool) bool {

@@ -2,7 +2,10 @@ package config
 
 import (
 	"encoding/json"
+	"fmt"
+	"maps"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -146,5 +149,132 @@ func TestK7_WhatIsNoDoubleIsNotWarnedOf(t *testing.T) {
 	for _, second := range []string{`"shares":"a"`, `"enabled":"off"`, `"cloud":true,"vram":0`, `"upstream":"127.0.0.1:8189"`} {
 		doc := `{"consumers":[{"name":"a","upstream":"127.0.0.1:8188","vram":"9GiB"},{"name":"b","upstream":"127.0.0.1:8188","vram":"1GiB",` + second + `}]}`
 		assert.Empty(t, resolved(t, doc).Warnings(), second)
+	}
+}
+
+func TestK7_AnyNumberOfNamesForOneServerComesToTheSameInAnyOrder(t *testing.T) {
+	const whole = `"upstream":"gpu1:11434","vram":"5GiB"`
+	model := func(name string) string { return whole + `,"models":[{"name":"` + name + `"}]` }
+	for name, tc := range map[string]struct {
+		consumers map[string]string
+		want      string // those that are on, with their models, whatever the order; empty: all share the first
+	}{
+		"three with models":      {map[string]string{"one": model("m"), "two": model("n"), "three": model("o")}, "one[m] three[o] two[n]"},
+		"two with models":        {map[string]string{"aaa": whole, "one": model("m"), "two": model("n")}, "one[m] two[n]"},
+		"one with models":        {map[string]string{"aaa": whole, "one": model("m"), "zzz": whole}, "one[m]"},
+		"none with models":       {map[string]string{"aaa": whole, "bbb": whole, "ccc": whole}, ""},
+		"four with models":       {map[string]string{"four": model("p"), "one": model("m"), "two": model("n"), "three": model("o")}, "four[p] one[m] three[o] two[n]"},
+		"four, two of each":      {map[string]string{"aaa": whole, "one": model("m"), "two": model("n"), "zzz": whole}, "one[m] two[n]"},
+		"one that is off":        {map[string]string{"aaa": whole + `,"enabled":"off"`, "bbb": model("m"), "ccc": model("n")}, "bbb[m] ccc[n]"},
+		"one that shares":        {map[string]string{"aaa": whole, "bbb": whole, "ccc": whole, "face": `"shares":"bbb","vram":"1GiB"`}, ""},
+		"shares and models":      {map[string]string{"aaa": whole, "face": `"shares":"aaa","vram":"1GiB"`, "one": model("m"), "two": model("n")}, "one[m] two[n]"},
+		"shares by another port": {map[string]string{"aaa": `"upstream":"gpu1:1","vram":"5GiB"`, "bbb": `"upstream":"gpu1:2","vram":"5GiB"`, "face": `"shares":"aaa","upstream":"gpu1:2","vram":"1GiB"`}, ""},
+		"models auto":            {map[string]string{"all": whole + `,"auto_models":true`, "one": model("m"), "two": model("n")}, "all[] one[m] two[n]"},
+	} {
+		for _, order := range shuffles(slices.Sorted(maps.Keys(tc.consumers))) {
+			at := name + ", " + strings.Join(order, " ")
+			var list []string
+			for _, c := range order {
+				list = append(list, `{"name":"`+c+`",`+tc.consumers[c]+`}`)
+			}
+			b := resolved(t, `{"consumers":[`+strings.Join(list, ",")+`]}`)
+			var on []string
+			sharing, owners := map[string]int{}, map[string][]string{}
+			for _, c := range b.Consumers {
+				switch {
+				case c.Shares != "":
+					sharing[c.Shares]++
+					assert.True(t, !c.IsEnabled() || b.consumer(c.Shares).IsEnabled(), "%s shares one that is off", at)
+				case c.IsEnabled():
+					on = append(on, c.Name+fmt.Sprint(c.modelNames()))
+					for _, m := range []string{"m", "n", "o", "p", "unnamed"} {
+						if slices.Contains(c.modelNames(), m) || !c.LeavesToDouble(m, func(a, b string) bool { return a == b }) {
+							owners[m] = append(owners[m], c.Name)
+						}
+					}
+				}
+			}
+			for m, whose := range owners {
+				assert.Len(t, whose, 1, "%s: %s", at, m)
+			}
+			if tc.want != "" {
+				slices.Sort(on)
+				assert.Equal(t, tc.want, strings.Join(on, " "), at)
+			} else {
+				first := order[slices.IndexFunc(order, func(c string) bool { return c != "face" })]
+				assert.Equal(t, map[string]int{first: len(order) - 1}, sharing, at)
+			}
+			if tc.consumers["all"] != "" {
+				assert.Equal(t, []string{"all"}, owners["unnamed"], at)
+			}
+		}
+	}
+}
+
+// shuffles are all orders of a list.
+func shuffles(list []string) (out [][]string) {
+	if len(list) == 0 {
+		return [][]string{nil}
+	}
+	for i, first := range list {
+		for _, others := range shuffles(slices.Concat(list[:i], list[i+1:])) {
+			out = append(out, append([]string{first}, others...))
+		}
+	}
+	return out
+}
+
+func (c *Consumer) modelNames() (out []string) {
+	for _, m := range c.Models {
+		out = append(out, m.Name)
+	}
+	return out
+}
+
+func TestK7_WarningsNameThePartnerThatStays(t *testing.T) {
+	const whole = `"upstream":"127.0.0.1:11434","vram":"5GiB"`
+	of := func(settings ...string) []string {
+		for i, s := range settings {
+			settings[i] = fmt.Sprintf(`{"name":%q,%s}`, string(rune('a'+i)), s)
+		}
+		return texts(resolved(t, `{"consumers":[`+strings.Join(settings, ",")+`]}`).Warnings())
+	}
+	const that, one = `its upstream 127.0.0.1:11434 is that of consumer `, `: one server is one consumer. `
+	assert.Equal(t, []string{
+		`consumer "a": ` + that + `b` + one + `Write a model line at b for what a stands for. Until then requests for a and e are refused`,
+		`consumer "d": ` + that + `b` + one + `Write a model line at b for what d stands for. Until then requests for d are refused`,
+		`consumer "c": ` + that + `b` + one + `Move its models there. Until then each serves only the models that it names`,
+	}, of(whole, whole+`,"models":[{"name":"m"}]`, whole+`,"models":[{"name":"n"}]`, whole, `"shares":"a","vram":"1GiB"`))
+	got := of(whole, whole, `"upstream":"localhost:11434","vram":"5GiB"`)
+	require.Len(t, got, 2)
+	assert.Contains(t, got[0], `consumer "b": `+that+`a: one server`)
+	assert.Contains(t, got[1], `consumer "c": its upstream localhost:11434 is that of consumer a, which writes it 127.0.0.1:11434: one server`)
+}
+
+func TestK7_AModelThatTwoNamesHaveIsTheFirstOnes(t *testing.T) {
+	b := resolved(t, `{"consumers":[{"name":"a","upstream":"gpu1:1","vram":"5GiB","models":[{"name":"m"}]},
+		{"name":"b","upstream":"gpu1:1","vram":"5GiB","pin":true,"models":[{"name":"m"},{"name":"n"}]},
+		{"name":"c","upstream":"gpu1:1","vram":"5GiB","models":[{"name":"n"},{"name":"m"}]}]}`)
+	require.Len(t, b.Warnings(), 2)
+	assert.Contains(t, b.Warnings()[0].Err.Error(), "requests here for m are refused")
+	assert.Contains(t, b.Warnings()[1].Err.Error(), "requests here for n, m are refused")
+	assert.True(t, b.Consumers[0].Models[0].Pin, "what pins it at one of them pins it")
+	assert.Equal(t, []string{"n"}, b.Consumers[1].modelNames())
+	assert.False(t, b.Consumers[2].IsEnabled(), "it has no model of its own")
+}
+
+func TestK7_ServersThatTheBrokerStartsAtOneAddressAreWarnedOfAndLeftAlone(t *testing.T) {
+	const plain = `"upstream":"gpu1:1","vram":"5GiB"`
+	const process = plain + `,"lifecycle":{"protocol":"process","command":["a"]}`
+	for _, list := range [][]string{{process, plain, plain}, {plain, process, plain}, {plain, plain, process}} {
+		var docs []string
+		for i, settings := range list {
+			docs = append(docs, fmt.Sprintf(`{"name":%q,%s}`, string(rune('a'+i)), settings))
+		}
+		b := new(Broker)
+		require.NoError(t, json.Unmarshal([]byte(`{"consumers":[`+strings.Join(docs, ",")+`]}`), b))
+		groups, rivals := servers(b)
+		assert.Len(t, groups, 2, list)
+		assert.Len(t, rivals, 1, list)
 	}
 }

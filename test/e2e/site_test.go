@@ -121,7 +121,7 @@ func start(t testing.TB, l layout) *site {
 	s.until("the first probes and the first sample are in", func() bool {
 		st := s.status()
 		for _, c := range st.Consumers {
-			if c.Health == "unknown" {
+			if c.Enabled && c.Health == "unknown" {
 				return false
 			}
 		}
