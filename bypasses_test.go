@@ -116,6 +116,8 @@ func TestN1_RequestsThatPassTheBrokerUnseenAreFound(t *testing.T) {
 		"localhost":                   {"reverse_proxy localhost:8188", around("comfyui", "localhost:8188"), ""},
 		"as a URL":                    {"reverse_proxy http://localhost:8188", around("comfyui", "localhost:8188"), ""},
 		"IPv6":                        {"reverse_proxy [::1]:11434", around("ollama", "[::1]:11434"), ""},
+		"the loopback's other name":   {"reverse_proxy ip6-loopback:11434", around("ollama", "ip6-loopback:11434"), ""},
+		"an address cut short":        {"reverse_proxy 127.1:11434", around("ollama", "127.1:11434"), ""},
 		"the port alone":              {"reverse_proxy :11434", around("ollama", ":11434"), ""},
 		"by this machine's name":      {"reverse_proxy " + own + ":11434", around("ollama", own+":11434"), ""},
 		"by the environment":          {"reverse_proxy {env.N1_OLLAMA}", around("ollama", "{env.N1_OLLAMA}"), ""},

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
-	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -90,20 +89,6 @@ func TestN5_SettingsThatContradictEachOtherAreWarnedOf(t *testing.T) {
 	} {
 		assert.Empty(t, resolved(t, doc).Warnings(), doc)
 	}
-}
-
-func TestOneServerHasOneAddressHoweverItIsWritten(t *testing.T) {
-	own, err := os.Hostname()
-	require.NoError(t, err)
-	for _, address := range []string{"127.0.0.1:8188", "localhost:8188", "LocalHost:8188", "[::1]:8188", ":8188", "0.0.0.0:8188", "[::]:8188", "127.0.1.1:8188", "localhost.:8188",
-		"comfy.localhost:8188", "[::ffff:127.0.0.1]:8188", "127.0.0.1:08188", own + ":8188", strings.ToUpper(own) + ":8188"} {
-		assert.Equal(t, "localhost:8188", ServerAddress(address), address)
-	}
-	for a, b := range map[string]string{"127.0.0.1:8188": "127.0.0.1:8189", "gpu1:80": "gpu2:80", "10.255.255.1:80": "localhost:80", "GPU1:80": "gpu2:80"} {
-		assert.NotEqual(t, ServerAddress(a), ServerAddress(b))
-	}
-	assert.Equal(t, ServerAddress("GPU1:80"), ServerAddress("gpu1.:80"))
-	assert.Equal(t, "no address", ServerAddress("no address"))
 }
 
 func TestK7_OneServerUnderTwoNamesIsWarnedOfAndShared(t *testing.T) {

@@ -217,7 +217,7 @@ func (s *Site) consumers() (out []*config.Consumer) {
 func (f *facts) otherAddresses() (out []string) {
 	taken := map[string]bool{}
 	for _, c := range f.site.consumers() {
-		if host, port, err := net.SplitHostPort(c.Upstream); err == nil && (isLoopback(host) || f.listeners.isOwn(host)) {
+		if host, port, err := net.SplitHostPort(c.Upstream); err == nil && (config.IsOwnHost(host) || f.listeners.isOwn(host)) {
 			taken[port] = true
 		}
 	}

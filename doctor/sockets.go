@@ -10,6 +10,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/gpu-broker/caddy-gpu-broker/config"
 )
 
 // listener is a TCP port that a program of this machine listens at.
@@ -108,7 +110,7 @@ func socketOwners() map[string][]int {
 // machine: one at that very address, else those at all addresses.
 func (l listeners) serving(host, port string) (out []listener) {
 	number, err := strconv.ParseUint(port, 10, 16)
-	if err != nil || !(isLoopback(host) || l.isOwn(host)) {
+	if err != nil || !(config.IsOwnHost(host) || l.isOwn(host)) {
 		return nil
 	}
 	address, err := netip.ParseAddr(host)

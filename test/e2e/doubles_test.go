@@ -1,6 +1,9 @@
 package e2e
 
 import (
+	"fmt"
+	"net"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -15,11 +18,11 @@ import (
 func manyNames(t *testing.T, names ...[2]string) *site {
 	t.Helper()
 	var global, routes strings.Builder
-	for _, c := range names[:len(names)-1] {
-		global.WriteString("consumer " + c[0] + " {\npreset ollama\nupstream UPSTREAM_OF_" + names[len(names)-1][0] + "\nvram 5GiB\n" + c[1] + "\n}\n")
-		routes.WriteString("handle_path /" + c[0] + "/* {\ngpu_broker " + c[0] + "\nreverse_proxy {http.gpu_broker.upstream}\n}\n")
-	}
 	last := names[len(names)-1]
+	for _, c := range names[:len(names)-1] {
+		fmt.Fprintf(&global, "consumer %s {\npreset ollama\nupstream UPSTREAM_OF_%s\nvram 5GiB\n%s\n}\n", c[0], last[0], c[1])
+		fmt.Fprintf(&routes, "handle_path /%s/* {\ngpu_broker %s\nreverse_proxy {http.gpu_broker.upstream}\n}\n", c[0], c[0])
+	}
 	return start(t, layout{
 		Consumers: []consumer{
 			shelf(last[0], modelserver.Ollama, "vram 5GiB\n"+last[1], map[string]float64{"m": 5, "n": 5, "o": 5}),
@@ -104,4 +107,33 @@ func TestK7_ANameWithoutModelsSharesNoServerThatIsSwitchedOff(t *testing.T) {
 	for _, name := range []string{"zzz", "one"} {
 		assert.Equal(t, "aaa", shared.status().Consumers[name].Shares, name)
 	}
+}
+
+func TestK7_AServerIsOneByWhateverNameItsMachineGoes(t *testing.T) {
+	t.Parallel()
+	own, err := os.Hostname()
+	require.NoError(t, err)
+	s := start(t, layout{Consumers: []consumer{
+		{Options: modelserver.Options{Name: "one", VRAM: gib(5)}, Lines: "pin"},
+		{Options: modelserver.Options{Name: "tts", VRAM: gib(8)}},
+	}})
+	_, port, err := net.SplitHostPort(s.servers["one"].Addr())
+	require.NoError(t, err)
+	names := []string{own, "ip6-loopback", "localhost.localdomain", "127.1", "127.0.1.1"}
+	a := s.reload(func(text string) string {
+		for i, name := range names {
+			two := fmt.Sprintf("consumer two%d {\nupstream %s:%s\nvram 5GiB\n%s\n}\n", i, name, port, manners[""])
+			text = strings.Replace(text, "consumer tts {", two+"consumer tts {", 1)
+		}
+		return text
+	})
+	require.Equal(t, 200, a.status, "%s", a.body)
+	for i, name := range names {
+		assert.Equal(t, "one", s.status().Consumers[fmt.Sprintf("two%d", i)].Shares, name)
+	}
+	a = s.post("/one/work", "{}")
+	require.Equal(t, 200, a.status, "%s", a.body)
+	a = s.post("/tts/work", "{}")
+	require.Equal(t, 200, a.status, "%s", a.body)
+	assert.Zero(t, s.servers["one"].Stats().UnloadCalls)
 }
