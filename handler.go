@@ -111,6 +111,9 @@ func (h *Handler) provisionTargets() (err error) {
 	if h.StreamBody && len(changed) > 0 {
 		return errors.New("stream_body passes bodies on unread, but set, default and strip of a model must change them: leave one of them out")
 	}
+	if !h.StreamBody {
+		changed = append(changed, h.pinnedFields()...)
+	}
 	if h.ReadsBody() || len(fields) > 0 || len(changed) > 0 {
 		h.plan, err = routing.NewPlan(fields, h.Metadata, h.TrustBody)
 	}
@@ -151,6 +154,19 @@ func (h *Handler) changedFields() (fields []string) {
 	return slices.Compact(fields)
 }
 
+// pinnedFields are the fields of JSON that get a value at pinned models of the route's consumers.
+func (h *Handler) pinnedFields() (fields []string) {
+	for name, t := range h.targets {
+		if h.Consumer != "" && name != h.Consumer && !slices.Contains(h.targets[h.Consumer].candidates, name) {
+			continue
+		}
+		for _, f := range t.sent.pinned {
+			fields = append(fields, f.Name)
+		}
+	}
+	return fields
+}
+
 // folds reports whether a server that may get the route's requests takes fields of JSON in any case.
 func (h *Handler) folds() bool {
 	if h.fixed != nil {
@@ -184,27 +200,24 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyht
 	}
 	repl.Map(t.placeholders)
 	need := t.Needs(r)
-	if need.Unlisted() {
+	unload := t.mayUnload(r, need)
+	if need.Unlisted() && !unload {
 		need = h.unlistedAsks(t, r, need)
 	}
 	switch {
-	case (need == config.NeedsGPU || need == config.NeedsTurn) && h.byModel != nil:
+	case (need == config.NeedsGPU || need == config.NeedsTurn || unload) && h.byModel != nil:
 		return h.serveByModel(w, r, next, repl)
-	case need == config.NeedsNothing && !t.starts && !isPreflight(r) && !h.looksForName(t, r) && !h.asksForList(r):
+	case need == config.NeedsNothing && !unload && !t.starts && !isPreflight(r) && !h.looksForName(t, r) && !h.asksForList(r):
 		return h.blameSite(w, r, repl, t, next.ServeHTTP(w, r))
 	}
 	j := jobs.Get().(*job)
 	defer j.done()
 	j.handler, j.repl, j.target = h, repl, t
 	j.ResponseWriter = w // a body that is read ahead may have to be cut
-	switch need {
-	case config.NeedsGPU:
-		return j.work(w, r, next)
-	case config.NeedsTurn:
-		return j.serveTurn(w, r, next)
-	default:
-		return j.pass(w, r, next, need)
+	if unload {
+		return j.unlessUnload(w, r, next, need)
 	}
+	return j.byNeed(w, r, next, need)
 }
 
 // parseHandler reads the directive gpu_broker.

@@ -101,7 +101,7 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 		j.target = h.fixed
 	}
 	j.ResponseWriter = w
-	j.turn = h.fixed != nil && h.fixed.Needs(r).Unlisted()
+	j.turn = h.fixed != nil && h.fixed.Needs(r) != config.NeedsGPU
 	t, err := j.resolve(r)
 	if t == nil && err == nil {
 		if h.byModel.only != nil { // its server knows better what it has, if it runs
@@ -123,17 +123,13 @@ func (h *Handler) serveByModel(w http.ResponseWriter, r *http.Request, next cadd
 	repl.Map(t.placeholders)
 	j.target = t
 	need := t.Needs(r)
+	if t.mayUnload(r, need) {
+		return j.unlessUnload(w, r, next, need)
+	}
 	if h.fixed == nil && need.Unlisted() { // else it is settled
 		need = h.unlistedAsks(t, r, need)
 	}
-	switch {
-	case need.Unlisted(), need == config.NeedsGPU && j.turn:
-		return j.serveTurn(w, r, next)
-	case need == config.NeedsGPU:
-		return j.work(w, r, next)
-	default:
-		return j.pass(w, r, next, need)
-	}
+	return j.byNeed(w, r, next, need)
 }
 
 // resolve finds the consumer of a request, and which of its models. Neither that nor an error: it asks for a list of models.

@@ -15,6 +15,7 @@ import (
 type sent struct {
 	byModel    map[string]*sentModel // the empty name stands for a consumer without models; nil: all goes by default
 	fallbackAs map[string]string     // the model's name that a fallback gets
+	pinned     []routing.Field       // what fields get at a pinned model, where the client sent them
 }
 
 type sentModel struct {
@@ -23,7 +24,7 @@ type sentModel struct {
 }
 
 func newSent(c *config.Consumer) sent {
-	s := sent{fallbackAs: c.FallbackAs}
+	s := sent{fallbackAs: c.FallbackAs, pinned: fieldList(c.PinnedSet)}
 	add := func(model string, m *sentModel) {
 		if m.as == "" && m.change == nil {
 			return
@@ -45,13 +46,15 @@ func newChange(m *config.Model, foldKeys bool) *routing.Change {
 	if len(m.Set)+len(m.Default)+len(m.Strip) == 0 {
 		return nil
 	}
-	fields := func(values map[string]json.RawMessage) (out []routing.Field) {
-		for _, name := range slices.Sorted(maps.Keys(values)) {
-			out = append(out, routing.Field{Name: name, Value: string(values[name])})
-		}
-		return out
+	return &routing.Change{Set: fieldList(m.Set), Default: fieldList(m.Default), Strip: m.Strip, FoldKeys: foldKeys}
+}
+
+// fieldList returns the fields with their values, sorted by name.
+func fieldList(values map[string]json.RawMessage) (out []routing.Field) {
+	for _, name := range slices.Sorted(maps.Keys(values)) {
+		out = append(out, routing.Field{Name: name, Value: string(values[name])})
 	}
-	return &routing.Change{Set: fields(m.Set), Default: fields(m.Default), Strip: m.Strip, FoldKeys: foldKeys}
+	return out
 }
 
 // fields are those of JSON that are changed for any model.
@@ -91,6 +94,9 @@ func (j *job) translate(r *http.Request, computes bool) {
 	var change *routing.Change
 	if m := t.sent.byModel[j.model]; m != nil && computes {
 		change = m.change
+	}
+	if len(t.sent.pinned) > 0 && computes && j.facts != nil && h.pool.broker.Held(t.name, j.model).Pinned {
+		change = change.WithInstead(t.sent.pinned, t.foldKeys)
 	}
 	fallback := sources != nil && j.askedOf != "" && j.askedOf != t.name
 	name := "" // that the server gets; empty: the client's

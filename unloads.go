@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -40,8 +41,13 @@ func unloadRules(c *config.Consumer, b *config.Broker) (rules []unloadRule, err 
 	return rules, nil
 }
 
-// work serves a request that needs the GPU, unless it only gives memory back: that is no work.
-func (j *job) work(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler) error {
+// mayUnload reports whether a request may ask for an unload, by its route.
+func (t *target) mayUnload(r *http.Request, need config.Need) bool {
+	return need != config.NeedsLeave && r.Method != http.MethodOptions && slices.ContainsFunc(t.unloads, func(u unloadRule) bool { return t.Asks(r, u.route) })
+}
+
+// unlessUnload serves a request that may ask for an unload, by what it needs if it does not only give memory back.
+func (j *job) unlessUnload(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler, need config.Need) error {
 	for i := range j.target.unloads {
 		u := &j.target.unloads[i]
 		if !j.target.Asks(r, u.route) {
@@ -51,23 +57,36 @@ func (j *job) work(w http.ResponseWriter, r *http.Request, next caddyhttp.Handle
 		switch {
 		case err != nil:
 			return j.fail(w, r, err)
-		case !ok:
-			return j.serve(w, r, next)
-		case !said.Only: // the server unloads it once the work is done: that is looked for, not waited for
+		case ok && said.Only:
+			return j.giveBack(w, r, next, u, said.Model)
+		case ok: // the server unloads it once the work is done: that is looked for, not waited for
 			defer j.handler.pool.broker.ProbeSoon(j.target.name)
-			return j.serve(w, r, next)
 		}
-		return j.giveBack(w, r, next, u, said.Model)
 	}
-	return j.serve(w, r, next)
+	if need.Unlisted() {
+		need = j.handler.unlistedAsks(j.target, r, need)
+	}
+	return j.byNeed(w, r, next, need)
+}
+
+// byNeed serves a request by what it needs.
+func (j *job) byNeed(w http.ResponseWriter, r *http.Request, next caddyhttp.Handler, need config.Need) error {
+	switch {
+	case need.Unlisted(), need == config.NeedsGPU && j.turn:
+		return j.serveTurn(w, r, next)
+	case need == config.NeedsGPU:
+		return j.serve(w, r, next)
+	}
+	if j.body != nil {
+		j.body.Rewind(r)
+	}
+	return j.pass(w, r, next, need)
 }
 
 // asksForUnload reads the body, if it may be small enough to ask for an unload.
 func (j *job) asksForUnload(r *http.Request, u *unloadRule) (_ routing.Unload, ok bool, err error) {
-	if j.body == nil {
-		if j.handler.StreamBody || !hasBody(r) || r.ContentLength > routing.MaxUnloadBody {
-			return routing.Unload{}, false, nil
-		}
+	inBody := !u.Frees() || len(u.True) > 0
+	if inBody && j.body == nil && !j.handler.StreamBody && hasBody(r) && r.ContentLength <= routing.MaxUnloadBody {
 		if err := j.readAhead(r); err != nil {
 			return routing.Unload{}, false, err
 		}
@@ -82,15 +101,20 @@ func (j *job) giveBack(w http.ResponseWriter, r *http.Request, next caddyhttp.Ha
 	if err := h.app.waitRuled(r.Context(), h.pool.broker, t.name); err != nil {
 		return j.fail(w, r, err)
 	}
+	whole := !h.app.consumer(t.name).HasModels()
 	held := h.pool.broker.Held(t.name, j.model)
 	switch {
 	case held.Refused != nil:
 		return j.fail(w, r, held.Refused)
+	case u.Frees() && j.model == "" && !whole: // its server may unload all models, those that are pinned, too
+		return j.fail(w, r, badRequest(errors.New("this request names no model to unload: name it in "+h.byModel.sources.String())))
+	case !held.Loaded && u.Frees() && whole && !held.Pinned && !h.stopped(t, j.repl): // a server that can't tell may hold one all the same
+		return j.byNeed(w, r, next, config.NeedsNothing)
 	case !held.Loaded:
 		return j.answerOwn(w, r, u.answer(asked))
 	case held.Pinned:
 		return j.fail(w, r, pinned(held.Slot))
-	case j.model == "": // which of the consumer's models, only its server knows
+	case j.model == "" && !u.Frees(): // which of the consumer's models, only its server knows
 		defer h.pool.broker.ProbeSoon(t.name)
 		return j.serve(w, r, next)
 	}

@@ -114,6 +114,7 @@ func consumerWords(c *config.Consumer, l *lifecycle) map[string]word {
 		},
 
 		"unload_request": unloadRequest(&c.UnloadRequests),
+		"pinned_set":     fieldValue(&c.PinnedSet),
 		"model_from":     modelFrom(&c.ModelFrom),
 		"shares": single(s, &c.Shares, "CONSUMER", func(name string) (string, error) {
 			return name, config.CheckName(name)

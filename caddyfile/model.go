@@ -186,6 +186,7 @@ func unloadRequest(field *[]config.UnloadRequest) word {
 		s := newSaid(nil)
 		err := readBlock(d, "unload_request", map[string]word{
 			"zero":   single(s, &u.Zero, "keep_alive", anyText),
+			"true":   list(&u.True, "FIELD ..."),
 			"empty":  list(&u.Empty, "FIELD ..."),
 			"answer": single(s, &u.Answer, "`{\"done\":true}`", anyText),
 		})

@@ -244,9 +244,12 @@ type Consumer struct {
 	// Requests that clients must not send, in the same form: they are refused with 403, such as those that make the
 	// server unload its model, or run code of the sender's.
 	Blocked []string `json:"blocked,omitempty"`
-	// Requests that give a model's memory back though their route computes, told by their body, such as ollama's with `keep_alive` 0 and no prompt. They
+	// Requests that give a model's memory back, such as ComfyUI's `POST /free`, or ollama's with `keep_alive` 0 and no prompt. They
 	// load nothing and unload nothing else: a loaded model is unloaded once its running work has ended, a pinned one gets 403. Default: the preset's.
 	UnloadRequests []UnloadRequest `json:"unload_requests,omitempty"`
+	// Fields at the top of JSON bodies that get this value in requests that compute with a pinned model, where the client sent one: such as ollama's
+	// `keep_alive`, with which a client would have the model unloaded behind its work. Default: the preset's.
+	PinnedSet map[string]json.RawMessage `json:"pinned_set,omitempty"`
 
 	// As the broker's settings of the same name.
 	Budget caddy.Duration `json:"budget,omitempty"`

@@ -84,7 +84,7 @@ func TestAllFieldsOfAConsumerSurviveARoundTrip(t *testing.T) {
 		IdleTimeout: new(caddy.Duration(7)), MaxRun: new(caddy.Duration(8)),
 		Residual: 3, Async: true, Processes: []string{"x"}, GPURoutes: []string{"/a"}, FreeRoutes: []string{"/g"}, NamedRoutes: []string{"/h"}, UnlistedRequests: "gpu", PathMatch: []string{"suffix"}, Bypass: []string{"/b"}, Touch: []string{"/c"},
 		Alias: []string{"d"}, ReservedInteractive: 9, Priority: new(10), ConflictsWith: []string{"e"}, Fallback: []string{"f"}, SendAs: "i", FallbackAs: map[string]string{"f": "j"}, PinPrimary: true, FoldKeys: true, Unlisted: true, Cloud: true, Category: "llm",
-		Models: []*Model{{Name: "m"}}, AutoModels: true, ModelFrom: []ModelFrom{{Source: "body"}}, Shares: "g", AsyncRoutes: []string{"/d"}, StartOn: []string{"/e"}, StopsWhenLeft: Off, Blocked: []string{"/f"}, UnloadRequests: []UnloadRequest{{Route: "/g", Zero: "z"}},
+		Models: []*Model{{Name: "m"}}, AutoModels: true, ModelFrom: []ModelFrom{{Source: "body"}}, Shares: "g", AsyncRoutes: []string{"/d"}, StartOn: []string{"/e"}, StopsWhenLeft: Off, Blocked: []string{"/f"}, UnloadRequests: []UnloadRequest{{Route: "/g", Zero: "z"}}, PinnedSet: map[string]json.RawMessage{"k": json.RawMessage("-1")},
 		Budget: 4, LoadTimeout: 5, UnloadTimeout: 6, LifecycleRaw: json.RawMessage(`{"protocol":"http"}`), Source: "f:1",
 	}
 	v := reflect.ValueOf(c)

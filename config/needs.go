@@ -43,10 +43,16 @@ func NewRoutes(c *Consumer, bypass, touch []string) (*Routes, error) {
 	if r.paths, err = ParsePathMatch(c.PathMatch); err != nil {
 		faults = append(faults, fmt.Errorf("path_match: %w", err))
 	}
+	var freeing []string // what asks for no unload there, or of a broker that unloads nothing, needs no GPU
+	for _, u := range c.UnloadRequests {
+		if u.Frees() {
+			freeing = append(freeing, u.Route)
+		}
+	}
 	for _, p := range []struct {
 		into  *RoutePatterns
 		texts []string
-	}{{&r.gpu, c.GPURoutes}, {&r.free, c.FreeRoutes}, {&r.named, c.NamedRoutes}, {&r.bypass, slices.Concat(c.Bypass, bypass)}, {&r.touch, slices.Concat(c.Touch, touch)},
+	}{{&r.gpu, c.GPURoutes}, {&r.free, slices.Concat(c.FreeRoutes, freeing)}, {&r.named, c.NamedRoutes}, {&r.bypass, slices.Concat(c.Bypass, bypass)}, {&r.touch, slices.Concat(c.Touch, touch)},
 		{&r.async, c.AsyncRoutes}, {&r.start, c.StartOn}, {&r.blocked, c.Blocked}} {
 		if *p.into, err = r.paths.Patterns(p.texts); err != nil {
 			faults = append(faults, err)

@@ -167,6 +167,7 @@ func (c *Consumer) fillDefaultsAndCheck(f *faults, who string, b *Broker) (known
 			f.add(who, "unload_requests: %w", err)
 		}
 	}
+	f.checkPinnedSet(who, c)
 
 	raw, protocol, err := withProtocol(c.LifecycleRaw)
 	switch {

@@ -103,3 +103,18 @@ func CheckFallbackAs(as map[string]string, fallback []string) error {
 	}
 	return errors.Join(all...)
 }
+
+// checkPinnedSet checks the fields that get a value at a pinned model.
+func (f *faults) checkPinnedSet(at string, c *Consumer) {
+	for _, field := range slices.Sorted(maps.Keys(c.PinnedSet)) {
+		if err := CheckChangedField(field); err != nil {
+			f.add(at, "pinned_set: %w", err)
+		}
+		if !json.Valid(c.PinnedSet[field]) {
+			f.add(at, "pinned_set %s: its value is not JSON", field)
+		}
+		if c.namesModelIn(field) {
+			f.add(at, "pinned_set %s: that field names the model", field)
+		}
+	}
+}

@@ -11,6 +11,7 @@ import (
 type Change struct {
 	Set     []Field  // top-level fields of JSON that get this value, whatever the client sent
 	Default []Field  // … that get it if the client sent none, or null
+	Instead []Field  // … that get it if the client sent one
 	Strip   []string // … that are taken out
 	Missing string   // the name of a model that comes into the plan's first field where a JSON object or a form names none
 	// FoldKeys: the server takes a field in any case, so Set, Default and Strip mean it in any case.
@@ -33,10 +34,20 @@ func (c *Change) WithName(name string) *Change {
 	return &out
 }
 
+// WithInstead returns a Change as c that replaces the values of these fields, too. c may be nil.
+func (c *Change) WithInstead(fields []Field, foldKeys bool) *Change {
+	out := Change{FoldKeys: foldKeys}
+	if c != nil {
+		out = *c
+	}
+	out.Instead = fields
+	return &out
+}
+
 // Fields are the names of all fields that c changes, for NewPlan.
 func (c *Change) Fields() []string {
 	var names []string
-	for _, f := range slices.Concat(c.Set, c.Default) {
+	for _, f := range slices.Concat(c.Set, c.Default, c.Instead) {
 		names = append(names, f.Name)
 	}
 	return append(names, c.Strip...)
@@ -219,6 +230,9 @@ func (p *Plan) becomes(at *place, name string, c *Change) string {
 		return ""
 	}
 	if text := valueOf(c.Set, mark); text != "" {
+		return text
+	}
+	if text := valueOf(c.Instead, mark); text != "" {
 		return text
 	}
 	if at.kind == 'n' {

@@ -20,12 +20,42 @@ type Unload struct {
 }
 
 // Unloads reads a body as an unload request of the form u; ok is false if it does not ask for an unload. Keys count
-// in any case, since some servers take them so. A body that does not is told without being decoded, as a rule.
+// in any case, since some servers take them so. y may be nil: the body was not read.
 func (y *Body) Unloads(u config.UnloadRequest) (_ Unload, ok bool) {
-	if y.decoded != nil {
+	if y != nil && y.decoded != nil {
 		y = y.decoded
 	}
-	if y.file != nil || len(y.memory) > MaxUnloadBody || !mayBeZero(y.memory, u.Zero) {
+	if u.Frees() {
+		return y.frees(u.True)
+	}
+	return y.computes(u)
+}
+
+// frees is Unloads for a route that only frees memory: it asks for an unload unless it is a JSON object in which none of these fields is true.
+// No field is named: it always does.
+func (y *Body) frees(names []string) (out Unload, ok bool) {
+	out.Only = true
+	var fields map[string]json.RawMessage
+	if y == nil || y.file != nil || len(y.memory) > MaxUnloadBody || json.Unmarshal(y.memory, &fields) != nil {
+		return out, true
+	}
+	ok = len(names) == 0
+	for key, value := range fields {
+		if strings.EqualFold(key, "model") {
+			_ = json.Unmarshal(value, &out.Model)
+		}
+		ok = ok || !isFalse(value) && slices.ContainsFunc(names, func(name string) bool { return strings.EqualFold(name, key) })
+	}
+	if !ok {
+		return Unload{}, false
+	}
+	return out, true
+}
+
+// computes is Unloads for a route that computes. Where a field must be zero, a body that does not ask for an unload is told without being
+// decoded, as a rule.
+func (y *Body) computes(u config.UnloadRequest) (_ Unload, ok bool) {
+	if y == nil || y.file != nil || len(y.memory) > MaxUnloadBody || u.Zero != "" && !mayBeZero(y.memory, u.Zero) {
 		return Unload{}, false
 	}
 	var fields map[string]json.RawMessage
@@ -36,7 +66,7 @@ func (y *Body) Unloads(u config.UnloadRequest) (_ Unload, ok bool) {
 	asked := false
 	for key, value := range fields {
 		switch {
-		case strings.EqualFold(key, u.Zero):
+		case u.Zero != "" && strings.EqualFold(key, u.Zero):
 			if !isZero(value) {
 				return Unload{}, false
 			}
@@ -47,7 +77,7 @@ func (y *Body) Unloads(u config.UnloadRequest) (_ Unload, ok bool) {
 			_ = json.Unmarshal(value, &out.Model) // one that is no text names none
 		}
 	}
-	if !asked {
+	if !asked && (u.Zero != "" || !out.Only) {
 		return Unload{}, false
 	}
 	return out, true
@@ -107,6 +137,12 @@ func isZero(value json.RawMessage) bool {
 	}
 	d, err := time.ParseDuration(text)
 	return err == nil && d == 0
+}
+
+// isFalse reports whether a value is false, null, the number 0, or an empty text, list or object.
+func isFalse(value json.RawMessage) bool {
+	var number float64
+	return isEmpty(value) || string(value) == "false" || json.Unmarshal(value, &number) == nil && number == 0
 }
 
 // isEmpty reports whether a value is null, an empty text, list or object. A text of blanks is not empty: servers compute with it.

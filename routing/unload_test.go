@@ -112,3 +112,34 @@ func TestAFieldIsFoundInAnyCase(t *testing.T) {
 		require.Equal(t, -1, indexFold([]byte(`{"`+string(c^1)+`_x":0}`), field))
 	}
 }
+
+func TestK3_WhichBodiesAskForAnUnloadOnARouteThatOnlyFreesMemory(t *testing.T) {
+	free := config.UnloadRequest{True: []string{"unload_models", "free_memory"}}
+	for body, want := range map[string]bool{
+		`{"unload_models":true}`: true, `{"free_memory":1}`: true, `{"unload_models":false,"free_memory":"yes"}`: true, `{"Unload_Models":true}`: true, `{"unload_models":[0]}`: true,
+		`{}`: false, `{"unload_models":false}`: false, `{"free_memory":null,"unload_models":0}`: false, `{"unload_models":"","free_memory":0.0}`: false, `{"other":true}`: false,
+		``: true, `[]`: true, `{"unload_models":NaN}`: true, "\x00{": true, `{"other":"` + strings.Repeat("x", MaxUnloadBody) + `"}`: true,
+	} {
+		_, ok := (&Body{memory: []byte(body)}).Unloads(free)
+		require.Equal(t, want, ok, "%.60s", body)
+	}
+	said, ok := (*Body)(nil).Unloads(free)
+	require.True(t, ok && said.Only, "a body that was not read")
+	said, ok = (&Body{memory: []byte(`{"model":"m"}`)}).Unloads(config.UnloadRequest{})
+	require.True(t, ok && said.Only, "the route alone")
+	require.Equal(t, "m", said.Model)
+	_, ok = (*Body)(nil).Unloads(config.UnloadRequest{Zero: "keep_alive"})
+	require.False(t, ok)
+}
+
+func TestK3_ABodyWithoutWorkAsksForAnUnload(t *testing.T) {
+	rule := config.UnloadRequest{Empty: []string{"prompt", "keep_alive"}}
+	for body, want := range map[string]bool{
+		`{"model":"m"}`: true, `{"model":"m","prompt":"","keep_alive":""}`: true, `{}`: true,
+		`{"model":"m","keep_alive":"5m"}`: false, `{"model":"m","prompt":"x"}`: false, `[]`: false, ``: false,
+	} {
+		said, ok := (&Body{memory: []byte(body)}).Unloads(rule)
+		require.Equal(t, want, ok, body)
+		require.Equal(t, want, said.Only, body)
+	}
+}

@@ -75,11 +75,22 @@ func (p *Preset) Explain() ([]Row, error) {
 	add("names a model there", quotedList(c.NamedRoutes))
 	add("counts as use", quotedList(c.Touch))
 	for _, u := range c.UnloadRequests {
-		text := "`" + u.Route + "` with `" + u.Zero + "` 0"
-		if len(u.Empty) > 0 {
+		text := "`" + u.Route + "`"
+		switch {
+		case len(u.True) > 0:
+			text += " with " + strings.Join(quotedAll(u.True), " or ")
+		case u.Zero != "":
+			text += " with `" + u.Zero + "` 0"
+		}
+		if len(u.Empty) > 0 && u.Zero == "" {
+			text += " without " + quoted(u.Empty)
+		} else if len(u.Empty) > 0 {
 			text += " and no " + quoted(u.Empty)
 		}
 		add("gives memory back", text)
+	}
+	for _, name := range slices.Sorted(maps.Keys(c.PinnedSet)) {
+		add("at a pinned model", fmt.Sprintf("`%s` is sent as `%s`, where a client sends it", name, c.PinnedSet[name]))
 	}
 	add("refused with 403", quotedList(c.Blocked))
 	if c.UnlistedRequests == config.UnlistedGPU {

@@ -232,3 +232,32 @@ func FuzzNothingComputesUnseen(f *testing.F) {
 func validMethod(method string) bool {
 	return method != "" && len(method) < 20 && strings.IndexFunc(method, func(r rune) bool { return (r < 'A' || r > 'Z') && (r < 'a' || r > 'z') && r != '-' }) < 0
 }
+
+// The route by which the broker has a server unload must not be one that clients may use.
+func TestK3_EveryRouteThatUnloadsAServerIsBlockedOrAsksForAnUnload(t *testing.T) {
+	checked := 0
+	for _, name := range presets.Names() {
+		consumer, _ := read(t, name)
+		var l struct {
+			Unload *struct{ Method, Path, Body string }
+		}
+		require.NoError(t, json.Unmarshal(consumer.LifecycleRaw, &l))
+		if l.Unload == nil {
+			continue
+		}
+		checked++
+		routes, err := config.NewRoutes(&consumer, nil, nil)
+		require.NoError(t, err)
+		paths, err := config.ParsePathMatch(consumer.PathMatch)
+		require.NoError(t, err)
+		r := request(t, l.Unload.Method, strings.ReplaceAll(l.Unload.Path, "{item}", "x"))
+		asks := false
+		for _, u := range consumer.UnloadRequests {
+			route, err := paths.Patterns([]string{u.Route})
+			require.NoError(t, err)
+			asks = asks || routes.Asks(r, route)
+		}
+		assert.True(t, asks || routes.Needs(r) == config.NeedsLeave, "%s: %s %s", name, l.Unload.Method, l.Unload.Path)
+	}
+	assert.Greater(t, checked, 15)
+}

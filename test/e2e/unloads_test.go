@@ -160,3 +160,99 @@ func TestK3_AnUnloadIsToldHoweverItIsWritten(t *testing.T) {
 	}
 	require.Zero(t, s.status().Scheduler.Evictions)
 }
+
+// uis are servers that are freed as a whole, with these lines in their blocks.
+func uis(lines string) layout {
+	return layout{Consumers: []consumer{
+		{Options: modelserver.Options{Name: "comfyui", Manner: modelserver.ComfyUI, VRAM: gib(5)}, Lines: lines},
+		{Options: modelserver.Options{Name: "invokeai", Manner: modelserver.InvokeAI, VRAM: gib(3)}, Lines: "lifecycle_by_hand\npreset invokeai\n" + lines},
+		{Options: modelserver.Options{Name: "tts", VRAM: gib(3)}},
+	}}
+}
+
+// frees are requests by which a client has such a server free its memory, and work that loads it.
+var frees = []struct{ consumer, work, workBody, free, freeBody string }{
+	{"comfyui", "/prompt", prompt, "/free", `{"unload_models":true,"free_memory":true}`},
+	{"comfyui", "/prompt", prompt, "/api/free", `{"unload_models":true}`},
+	{"comfyui", "/prompt", prompt, "//free", `{"free_memory":1}`},
+	{"comfyui", "/prompt", prompt, "/free", `{"unload_models":true,"more":"` + strings.Repeat("x", 8<<10) + `"}`},
+	{"invokeai", "/api/v1/queue/default/enqueue_batch", `{"batch":{"graph":{"nodes":{}},"runs":1}}`, "/api/v2/models/empty_model_cache", ""},
+}
+
+func TestK3_APinnedServerIsNotFreedByAClient(t *testing.T) {
+	t.Parallel()
+	s := start(t, uis("pin"))
+	for _, f := range frees {
+		require.Less(t, s.askJSON("/"+f.consumer+f.work, f.workBody).status, 300)
+		s.nothingRuns()
+		a := s.askJSON("/"+f.consumer+f.free, f.freeBody)
+		require.Equal(t, 403, a.status, "%s%s: %s", f.consumer, f.free, a.body)
+		require.Contains(t, string(a.body), "is pinned")
+		require.Equal(t, "READY", s.state(f.consumer))
+		require.Zero(t, s.servers[f.consumer].Stats().Unloads)
+	}
+}
+
+func TestK3_AServerThatAClientFreesGivesItsBookingBack(t *testing.T) {
+	t.Parallel()
+	s := start(t, uis(""))
+	require.Equal(t, 200, s.post("/tts/", "x").status)
+	for i, f := range frees {
+		require.Less(t, s.askJSON("/"+f.consumer+f.work, f.workBody).status, 300)
+		a := s.askJSON("/"+f.consumer+f.free, f.freeBody)
+		require.Equal(t, 200, a.status, "%s%s: %s", f.consumer, f.free, a.body)
+		require.Equal(t, "IDLE", s.state(f.consumer), "%d", i)
+		require.Zero(t, s.status().Consumers[f.consumer].Slots[0].Booking)
+		require.NotZero(t, s.servers[f.consumer].Stats().Unloads)
+		require.Zero(t, s.servers[f.consumer].Stats().Aborted)
+	}
+	require.Equal(t, "READY", s.state("tts"), "no other was asked to go")
+	require.Zero(t, s.status().Scheduler.Evictions)
+}
+
+func TestK3_AFreeThatFreesNothingIsPassedOn(t *testing.T) {
+	t.Parallel()
+	s := start(t, uis("pin"))
+	for _, body := range []string{`{}`, `{"unload_models":false,"free_memory":false}`} {
+		require.Equal(t, 200, s.askJSON("/comfyui/free", body).status)
+	}
+	require.Equal(t, "IDLE", s.state("comfyui"), "nor is it loaded for it")
+	require.Zero(t, s.servers["comfyui"].Stats().Loads)
+}
+
+func TestK3_AServerThatCanNotTellIsFreedAlsoWhereItIsTakenForNotLoaded(t *testing.T) {
+	t.Parallel()
+	s := start(t, uis(""))
+	server := s.servers["comfyui"]
+	queuePrompt(t, server.URL()+"/prompt", prompt) // past the broker
+	s.until("it holds its model", func() bool { return server.Stats().Loads == 1 && len(times(server, modelserver.EventWorkEnd)) == 1 })
+	require.Equal(t, 200, s.askJSON("/comfyui/free", `{"unload_models":true}`).status)
+	s.until("it is free", func() bool { return server.Stats().Unloads == 1 })
+}
+
+func TestK3_WorkAtAPinnedModelDoesNotUnloadIt(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{
+		shelf("ollama", modelserver.Ollama, "vram 5GiB\nmodel small {\npin\n}\nmodel other", map[string]float64{"small": 5, "other": 5}),
+		{Options: modelserver.Options{Name: "whole", Manner: modelserver.Ollama, VRAM: gib(3)}, Lines: "pin"},
+	}})
+	for _, keep := range []string{`"keep_alive":0`, `"Keep_Alive":"0s"`, `"keep_alive":"1ms"`, `"keep\u005falive":0`} {
+		for path, body := range map[string]string{
+			"/api/generate": `{"model":%q,"prompt":"x","stream":false,%s}`,
+			"/api/chat":     `{"model":%q,"messages":[{"role":"user","content":"x"}],"stream":false,%s}`,
+			"/api/embed":    `{"model":%q,"input":"x",%s}`,
+		} {
+			for consumer, model := range map[string]string{"ollama": "small", "whole": "whole"} {
+				a := s.askJSON("/"+consumer+path, fmt.Sprintf(body, model, keep))
+				require.Equal(t, 200, a.status, string(a.body))
+			}
+		}
+	}
+	require.Equal(t, 200, s.chat("ollama", "other").status)
+	require.Equal(t, "READY", s.slot("ollama", "small").State)
+	require.Equal(t, "READY", s.state("whole"))
+	for _, name := range []string{"ollama", "whole"} {
+		require.Zero(t, s.servers[name].Stats().Unloads)
+	}
+	require.Equal(t, 1, s.servers["whole"].Stats().Loads)
+}
