@@ -23,7 +23,7 @@ const defaultModelField = "model"
 type ModelFrom struct {
 	// `body`: a field of a JSON or multipart body; `query`, `header` or `path`.
 	Source string `json:"source"`
-	// The name of the field, parameter or header; for `path` a pattern in which `*` stands for the model's name.
+	// The name of the field, parameter or header; for `path` a pattern in which `*` stands for the model's name, and each further `*` for one segment.
 	// Default for body and query: `model`.
 	Name string `json:"name,omitempty"`
 }
@@ -48,8 +48,23 @@ func (m ModelFrom) Check() error {
 			return fmt.Errorf("header %q: name a header, without blanks, colons or braces, as in model_from header X-Model", name)
 		}
 	case FromPath:
-		if !strings.HasPrefix(name, "/") || strings.Count(name, "*") != 1 || strings.ContainsAny(name, "?#") {
-			return fmt.Errorf("path %q: it must begin with a slash and hold one *, which stands for the name, and no query, as in model_from path /models/*/generate", name)
+		return CheckPathPattern(name)
+	}
+	return nil
+}
+
+// CheckPathPattern says what is wrong with a pattern of the source `path`.
+func CheckPathPattern(text string) error {
+	before, after, found := strings.Cut(text, "*")
+	switch {
+	case !strings.HasPrefix(before, "/") || !found:
+		return fmt.Errorf("path %q: it must begin with a slash and hold a *, which stands for the name, as in model_from path /models/*/generate", text)
+	case strings.ContainsAny(text, "?#"):
+		return fmt.Errorf("path %q: only the path is compared: leave out the query", text)
+	}
+	for i, part := range strings.Split(after, "/") {
+		if strings.Contains(part, "*") && (i == 0 || part != "*") {
+			return fmt.Errorf("path %q: the first * stands for the name, and each further one for a whole segment, as in /models/*/versions/*/infer", text)
 		}
 	}
 	return nil

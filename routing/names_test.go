@@ -156,8 +156,8 @@ func TestSourcesAreAskedInTheirOrder(t *testing.T) {
 }
 
 func TestSourcesThatCantBeReadAreErrors(t *testing.T) {
-	_, err := NewSources([]config.ModelFrom{{Source: config.FromHeader, Name: ""}, {Source: config.FromPath, Name: ""}, {Source: config.FromPath, Name: "/a"}, {Source: config.FromPath, Name: "/*/*"}, {Source: config.FromPath, Name: "*/a"}, {Source: config.FromPath, Name: "/*?a"}, {Source: "cookie", Name: "a"}})
-	for _, want := range []string{"say which header", `path ""`, `path "/a": one *`, `path "/*/*": one *`, `path "*/a": the pattern must begin`, "leave out the query", `"cookie": one of body, query, header, path`} {
+	_, err := NewSources([]config.ModelFrom{{Source: config.FromHeader, Name: ""}, {Source: config.FromPath, Name: ""}, {Source: config.FromPath, Name: "/a"}, {Source: config.FromPath, Name: "/*/x*"}, {Source: config.FromPath, Name: "*/a"}, {Source: config.FromPath, Name: "/*?a"}, {Source: "cookie", Name: "a"}})
+	for _, want := range []string{"say which header", `path ""`, `path "/a": it must begin with a slash and hold a *`, `path "/*/x*": the first * stands`, `path "*/a": it must begin`, "leave out the query", `"cookie": one of body, query, header, path`} {
 		require.ErrorContains(t, err, want)
 	}
 }
@@ -175,6 +175,31 @@ func TestPathPatternFindsTheDecodedName(t *testing.T) {
 		require.Equal(t, want != "", ok, path)
 		require.Equal(t, want, name, path)
 	}
+}
+
+func TestN3_AFurtherWildcardOfAPathStandsForOneSegment(t *testing.T) {
+	p, err := ParsePathPattern("/m/*/versions/*/infer")
+	require.NoError(t, err)
+	for path, want := range map[string]string{
+		"/m/a/versions/1/infer": "a", "/m/org/a/versions/1/infer": "org/a", "/m/versions/versions/2/infer": "versions",
+		"/m/a/versions//infer": "", "/m/a/versions/1/2/infer": "", "/m/a/infer": "", "/m//versions/1/infer": "", "/m/a/versions/1/infer/": "",
+	} {
+		name, ok := p.Match(path)
+		require.Equal(t, want != "", ok, path)
+		require.Equal(t, want, name, path)
+	}
+	r := httptest.NewRequest("POST", "/m/a%20b/versions/v%201/infer?x=1", nil)
+	p.rename(r, "org/c")
+	require.Equal(t, "/m/org/c/versions/v%201/infer?x=1", r.RequestURI)
+	for _, text := range []string{"/m/*/x*", "/m/**", "/m/*x*/y", "/m/*/*y"} {
+		_, err := ParsePathPattern(text)
+		require.ErrorContains(t, err, "whole segment", text)
+	}
+	p, err = ParsePathPattern("/m/*/*")
+	require.NoError(t, err)
+	name, ok := p.Match("/m/org/a/1")
+	require.True(t, ok)
+	require.Equal(t, "org/a", name)
 }
 
 func TestListsHaveTheFormsOfOpenAIAndOllama(t *testing.T) {

@@ -258,30 +258,31 @@ func (s *Sources) String() string {
 	return strings.Join(places, ", or in ")
 }
 
-// PathPattern is a path in which one `*` stands for a name, such as `/models/*/infer`.
-type PathPattern struct{ before, after string }
+// PathPattern is a path in which the first `*` stands for a name and each further one for one segment, such as `/models/*/versions/*/infer`.
+type PathPattern struct {
+	before string
+	after  []string // what follows the name, without its `*`
+}
 
 // ParsePathPattern reads a pattern.
 func ParsePathPattern(text string) (PathPattern, error) {
-	before, after, found := strings.Cut(text, "*")
-	switch {
-	case !strings.HasPrefix(text, "/"):
-		return PathPattern{}, fmt.Errorf("model_from path %q: the pattern must begin with a slash, as in /models/*/infer", text)
-	case !found || strings.Contains(after, "*"):
-		return PathPattern{}, fmt.Errorf("model_from path %q: one * must stand for the name, as in /models/*/infer", text)
-	case strings.ContainsAny(text, "?#"):
-		return PathPattern{}, fmt.Errorf("model_from path %q: only the path is compared: leave out the query", text)
+	if err := config.CheckPathPattern(text); err != nil {
+		return PathPattern{}, fmt.Errorf("model_from %w", err)
 	}
-	return PathPattern{before, after}, nil
+	before, after, _ := strings.Cut(text, "*")
+	return PathPattern{before, strings.Split(after, "*")}, nil
 }
 
 // Match finds the name in a path, as it is when decoded (url.URL.Path). The name may hold slashes, as in org/model.
 func (p PathPattern) Match(path string) (name string, ok bool) {
-	rest, ok := strings.CutPrefix(path, p.before)
-	if !ok {
-		return "", false
+	name, ok = strings.CutPrefix(path, p.before)
+	for i := len(p.after) - 1; i >= 0 && ok; i-- {
+		if name, ok = strings.CutSuffix(name, p.after[i]); i > 0 && ok {
+			segment := strings.LastIndexByte(name, '/') + 1
+			name, ok = name[:segment], segment < len(name)
+		}
 	}
-	if name, ok = strings.CutSuffix(rest, p.after); !ok || name == "" {
+	if !ok || name == "" {
 		return "", false
 	}
 	return name, true
@@ -290,17 +291,18 @@ func (p PathPattern) Match(path string) (name string, ok bool) {
 // rename puts another name into a path that p matches. What is before and after it stays as it is escaped. Slashes of the name
 // are escaped if those of the old one are.
 func (p PathPattern) rename(r *http.Request, name string) {
-	if held, _ := p.Match(r.URL.Path); held == name {
+	held, _ := p.Match(r.URL.Path)
+	if held == name {
 		return
 	}
 	escaped := r.URL.EscapedPath()
-	from := escapedIndex(escaped, len(p.before))
-	to := escapedIndex(escaped, len(r.URL.Path)-len(p.after))
+	end := len(p.before) + len(held)
+	from, to := escapedIndex(escaped, len(p.before)), escapedIndex(escaped, end)
 	text := url.PathEscape(name)
 	if !strings.Contains(strings.ToLower(escaped[from:to]), "%2f") {
 		text = strings.ReplaceAll(text, "%2F", "/")
 	}
-	r.URL.Path = p.before + name + p.after
+	r.URL.Path = p.before + name + r.URL.Path[end:]
 	r.URL.RawPath = escaped[:from] + text + escaped[to:]
 	r.RequestURI = r.URL.RequestURI()
 }

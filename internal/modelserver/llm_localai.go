@@ -21,6 +21,8 @@ func newLocalAI(l *life) http.Handler {
 	a.handle(a.shutdown, "POST /backend/shutdown")
 	a.v1("/v1")
 	a.v1More("/v1")
+	a.gpu(a.openAI(textCompletion), "POST /v1/engines/{model}/completions")
+	a.gpu(a.embed, "POST /v1/engines/{model}/embeddings")
 	a.gpu(a.rank, "POST /v1/rerank")
 	a.gpu(a.hear, "POST /v1/audio/transcriptions")
 	a.gpu(a.speak, "POST /v1/audio/speech", "POST /tts")

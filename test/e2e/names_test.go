@@ -242,3 +242,33 @@ func TestH7_ANameOfAModelThatMayBeElsewhereUnloadsNothing(t *testing.T) {
 	require.Equal(t, 404, s.chat("ollama", "nope-cloud").status)
 	require.EqualValues(t, 1, s.status().Scheduler.Evictions)
 }
+
+func TestN3_AVersionOfAModelIsNoPartOfItsName(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{shelf("triton", modelserver.Triton, "vram 3GiB\nmodel resnet {\nalias eyes\n}\nmodel bert", map[string]float64{"resnet": 3, "bert": 3})},
+		Routes: "handle_path /one/* {\ngpu_broker {\nmodel_from path /v2/models/*/versions/*/generate\nmodel_from path /v2/models/*/generate\n}\nreverse_proxy {http.gpu_broker.upstream}\n}"})
+	for _, path := range []string{"/triton/v2/models/%s/generate", "/triton/v2/models/%s/versions/1/infer", "/triton/v2/models/%s/versions/1/generate", "/triton/v2/models/%s/versions/1/generate_stream",
+		"/one/v2/models/%s/versions/1/generate"} {
+		for _, model := range []string{"resnet", "eyes", "bert"} {
+			a := s.askJSON(fmt.Sprintf(path, model), `{"text_input":"hello"}`)
+			require.Equal(t, 200, a.status, "%s of %s: %s", path, model, a.body)
+		}
+	}
+	require.Equal(t, "READY", s.slot("triton", "resnet").State)
+	require.Equal(t, 404, s.askJSON("/triton/v2/models/nope/versions/1/infer", `{}`).status)
+}
+
+func TestN3_LocalAIsEnginesNameTheirModelInThePath(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Consumers: []consumer{shelf("localai", modelserver.LocalAI, "vram 3GiB\nmodel small {\nalias mine\n}\nmodel big", map[string]float64{"small": 3, "big": 3})}})
+	for _, name := range []string{"small", "mine"} {
+		a := s.askJSON("/localai/v1/engines/"+name+"/completions", `{"prompt":"hello"}`)
+		require.Equal(t, 200, a.status, string(a.body))
+		a = s.askJSON("/localai/v1/engines/"+name+"/embeddings", `{"input":"hello"}`)
+		require.Equal(t, 200, a.status, string(a.body))
+	}
+	require.Equal(t, "READY", s.slot("localai", "small").State)
+	require.Equal(t, "IDLE", s.slot("localai", "big").State)
+	a := s.askJSON("/localai/v1/engines/small/completions", `{"model":"big","prompt":"hello"}`)
+	require.Equal(t, 400, a.status, "its server takes the one in the body: %s", a.body)
+}
