@@ -112,24 +112,33 @@ func TestN1_RequestsThatPassTheBrokerUnseenAreFound(t *testing.T) {
 		"in handle_response":               {"reverse_proxy 10.255.0.1:80 {\n @f status 404\n handle_response @f {\n " + up + "\n}\n}", unseen, ""},
 		"intercepted, after its turn":      {"route {\n intercept {\n @f status 404\n handle_response @f {\n " + up + "\n}\n}\n gpu_broker ollama\n " + up + "\n}", unseen, ""},
 		// Straight to a consumer's server.
-		"straight":                    {"reverse_proxy 127.0.0.1:8188", around("comfyui", "127.0.0.1:8188"), "write gpu_broker comfyui before it"},
-		"localhost":                   {"reverse_proxy localhost:8188", around("comfyui", "localhost:8188"), ""},
-		"as a URL":                    {"reverse_proxy http://localhost:8188", around("comfyui", "localhost:8188"), ""},
-		"IPv6":                        {"reverse_proxy [::1]:11434", around("ollama", "[::1]:11434"), ""},
-		"the loopback's other name":   {"reverse_proxy ip6-loopback:11434", around("ollama", "ip6-loopback:11434"), ""},
-		"an address cut short":        {"reverse_proxy 127.1:11434", around("ollama", "127.1:11434"), ""},
-		"the port alone":              {"reverse_proxy :11434", around("ollama", ":11434"), ""},
-		"by this machine's name":      {"reverse_proxy " + own + ":11434", around("ollama", own+":11434"), ""},
-		"by the environment":          {"reverse_proxy {env.N1_OLLAMA}", around("ollama", "{env.N1_OLLAMA}"), ""},
-		"by the environment, at once": {"reverse_proxy {$N1_OLLAMA}", around("ollama", "127.0.0.1:11434"), ""},
-		"by a variable":               {"vars llm 127.0.0.1:11434\nreverse_proxy {vars.llm}", around("ollama", "{http.vars.llm}"), ""},
-		"by dynamic a":                {"reverse_proxy {\n dynamic a localhost 8188\n}", around("comfyui", "localhost:8188"), ""},
-		"among others":                {"reverse_proxy 10.255.0.1:80 127.0.0.1:8188", around("comfyui", "127.0.0.1:8188"), ""},
-		"in a route behind a guard":   {"route {\n @no not header Authorization *\n respond @no 401\n reverse_proxy 127.0.0.1:11434\n}", around("ollama", "127.0.0.1:11434"), ""},
-		"beside the broker":           {"handle /api/tags {\n reverse_proxy 127.0.0.1:11434\n}\nhandle {\n gpu_broker ollama\n " + up + "\n}", around("ollama", "127.0.0.1:11434"), ""},
-		"on another server":           {"gpu_broker ollama\n" + up + "\n}\n:8081 {\n reverse_proxy 127.0.0.1:11434", around("ollama", "127.0.0.1:11434"), ""},
-		"admitted for another":        {"gpu_broker comfyui\nreverse_proxy 127.0.0.1:11434", "warning ollama: requests that gpu_broker (Caddyfile:", "write reverse_proxy {http.gpu_broker.upstream}"},
-		"admitted for any":            {"gpu_broker\nreverse_proxy 127.0.0.1:11434", "warning ollama: requests that gpu_broker (Caddyfile:", ""},
+		"straight":                            {"reverse_proxy 127.0.0.1:8188", around("comfyui", "127.0.0.1:8188"), "write gpu_broker comfyui before it"},
+		"localhost":                           {"reverse_proxy localhost:8188", around("comfyui", "localhost:8188"), ""},
+		"as a URL":                            {"reverse_proxy http://localhost:8188", around("comfyui", "localhost:8188"), ""},
+		"IPv6":                                {"reverse_proxy [::1]:11434", around("ollama", "[::1]:11434"), ""},
+		"the loopback's other name":           {"reverse_proxy ip6-loopback:11434", around("ollama", "ip6-loopback:11434"), ""},
+		"an address cut short":                {"reverse_proxy 127.1:11434", around("ollama", "127.1:11434"), ""},
+		"the port alone":                      {"reverse_proxy :11434", around("ollama", ":11434"), ""},
+		"by this machine's name":              {"reverse_proxy " + own + ":11434", around("ollama", own+":11434"), ""},
+		"by the environment":                  {"reverse_proxy {env.N1_OLLAMA}", around("ollama", "{env.N1_OLLAMA}"), ""},
+		"by the environment, at once":         {"reverse_proxy {$N1_OLLAMA}", around("ollama", "127.0.0.1:11434"), ""},
+		"by a variable":                       {"vars llm 127.0.0.1:11434\nreverse_proxy {vars.llm}", around("ollama", "{http.vars.llm}"), ""},
+		"by a number":                         {"vars port 11434\nreverse_proxy 127.0.0.1:{vars.port}", around("ollama", "127.0.0.1:{http.vars.port}"), ""},
+		"by a map":                            {"map {host} {up} {\n chat.example.com 127.0.0.1:11434\n default 10.255.0.1:80\n}\nreverse_proxy {up}", around("ollama", "{up}"), ""},
+		"by its default":                      {"map {host} {x} {up} {\n chat.example.com 1 10.255.0.1:80\n default 2 127.0.0.1:11434\n}\nreverse_proxy {up}", around("ollama", "{up}"), ""},
+		"by a map's number":                   {"map {host} {llm_port} {\n chat.example.com 11434\n default 80\n}\nreverse_proxy 127.0.0.1:{llm_port}", around("ollama", "127.0.0.1:{llm_port}"), ""},
+		"by host and port":                    {"vars ip 127.0.0.1\nvars /a/* ip 10.255.0.1\nvars port 80\nvars /b/* port 8188\nreverse_proxy {vars.ip}:{vars.port}", around("comfyui", "{http.vars.ip}:{http.vars.port}"), ""},
+		"by the first of two":                 {"vars /a/* up 127.0.0.1:11434\nvars /b/* up 10.255.0.1:80\nreverse_proxy {vars.up}", around("ollama", "{http.vars.up}"), ""},
+		"by the second of two":                {"vars /a/* up 10.255.0.1:80\nvars /b/* up 127.0.0.1:11434\nreverse_proxy {vars.up}", around("ollama", "{http.vars.up}"), ""},
+		"by a variable of a variable":         {"route {\n vars ip 127.0.0.1\n vars up {vars.ip}:11434\n reverse_proxy {vars.up}\n}", around("ollama", "{http.vars.up}"), ""},
+		"set for those that no broker admits": {"route {\n @gpu path /api/*\n gpu_broker @gpu ollama\n vars up 127.0.0.1:11434\n reverse_proxy {vars.up}\n}", around("ollama", "{http.vars.up}"), "same matcher"},
+		"by dynamic a":                        {"reverse_proxy {\n dynamic a localhost 8188\n}", around("comfyui", "localhost:8188"), ""},
+		"among others":                        {"reverse_proxy 10.255.0.1:80 127.0.0.1:8188", around("comfyui", "127.0.0.1:8188"), ""},
+		"in a route behind a guard":           {"route {\n @no not header Authorization *\n respond @no 401\n reverse_proxy 127.0.0.1:11434\n}", around("ollama", "127.0.0.1:11434"), ""},
+		"beside the broker":                   {"handle /api/tags {\n reverse_proxy 127.0.0.1:11434\n}\nhandle {\n gpu_broker ollama\n " + up + "\n}", around("ollama", "127.0.0.1:11434"), ""},
+		"on another server":                   {"gpu_broker ollama\n" + up + "\n}\n:8081 {\n reverse_proxy 127.0.0.1:11434", around("ollama", "127.0.0.1:11434"), ""},
+		"admitted for another":                {"gpu_broker comfyui\nreverse_proxy 127.0.0.1:11434", "warning ollama: requests that gpu_broker (Caddyfile:", "write reverse_proxy {http.gpu_broker.upstream}"},
+		"admitted for any":                    {"gpu_broker\nreverse_proxy 127.0.0.1:11434", "warning ollama: requests that gpu_broker (Caddyfile:", ""},
 		// Two brokers, one after the other.
 		"twice":                            {"route {\n gpu_broker comfyui\n gpu_broker ollama\n " + up + "\n}", "error : requests come to gpu_broker (Caddyfile:", "leave one of them out"},
 		"twice, sorted by Caddy":           {"gpu_broker comfyui\ngpu_broker ollama\n" + up, "error : requests come to gpu_broker (Caddyfile:", ""},
@@ -191,6 +200,11 @@ func TestN1_RoutesThatAreRightAreNotBlamed(t *testing.T) {
 		"two, with another path between them":        "route {\n gpu_broker /v1/* ollama\n uri /v1/* strip_prefix /v1\n gpu_broker /own/* own\n handle /api/* {\n respond ok\n}\n}",
 		"one for some, and one for the others":       "@gpu header X-Model comfyui\n@rest not header X-Model comfyui\nroute {\n gpu_broker @gpu comfyui\n gpu_broker @rest ollama\n reverse_proxy @gpu {http.gpu_broker.upstream}\n reverse_proxy @rest {http.gpu_broker.upstream}\n}",
 		"both ways to one server":                    "handle /a/* {\n gpu_broker ollama\n " + up + "\n}\nhandle /b/* {\n gpu_broker comfyui\n " + up + "\n}\nhandle {\n gpu_broker\n " + up + "\n}",
+		"a variable that is another's":               "vars up 10.255.0.1:80\nvars port 11434\nreverse_proxy {vars.up}\nreverse_proxy /x/* 10.255.0.1:{vars.port}",
+		"a variable that is set anew":                "route {\n vars up 127.0.0.1:11434\n vars up 10.255.0.1:80\n reverse_proxy {vars.up}\n}",
+		"a variable for those that are admitted":     "@gpu path /api/*\nroute {\n vars up 10.255.0.1:80\n vars @gpu up 127.0.0.1:11434\n gpu_broker @gpu ollama\n reverse_proxy {vars.up}\n}",
+		"a variable for each of two brokers":         "route {\n @a path /a/*\n @b path /b/*\n vars @a up 127.0.0.1:8188\n gpu_broker @a comfyui\n vars @b up 127.0.0.1:11434\n gpu_broker @b ollama\n reverse_proxy @a {vars.up}\n reverse_proxy @b {vars.up}\n}",
+		"a variable that stands for itself":          "vars a {vars.b}{vars.a}\nvars b {vars.a}{vars.b}\nreverse_proxy {vars.a}:80",
 		"a group of handles":                         "handle /a/* {\n header X y\n gpu_broker ollama\n}\nhandle {\n gpu_broker comfyui\n}\n" + up,
 	} {
 		assert.Empty(t, bypassesOf(t, ":8080 {\n"+site+"\n}\n"), name)
@@ -209,5 +223,25 @@ func TestN1_TheWalkThroughALargeSiteEnds(t *testing.T) {
 		fmt.Fprintf(&b, "gpu_broker /a%d/* ollama\nuri /b%d/* strip_prefix /b%d\n", i, i, i)
 	}
 	b.WriteString("reverse_proxy {http.gpu_broker.upstream}\n}\n}\n")
+	assert.NotEmpty(t, bypassesOf(t, b.String()))
+}
+
+func TestN1_AProxyThatMayLeadToTwoServersIsToldForEach(t *testing.T) {
+	found := bypassesOf(t, ":8080 {\nmap {host} {up} {\n chat.example.com 127.0.0.1:11434\n default 127.0.0.1:8188\n}\nreverse_proxy {up}\n}\n")
+	require.Len(t, found, 2)
+	assert.Contains(t, strings.Join(found, "\n"), "warning comfyui: a reverse_proxy of this site leads to {up}")
+	assert.Contains(t, strings.Join(found, "\n"), "warning ollama: a reverse_proxy of this site leads to {up}")
+}
+
+// What placeholders may stand for is bounded, however many values each has.
+func TestN1_TheWalkThroughManyValuesEnds(t *testing.T) {
+	var b strings.Builder
+	b.WriteString(":8080 {\nroute {\n")
+	for _, name := range []string{"a", "b", "c", "d"} {
+		for i := range 300 {
+			fmt.Fprintf(&b, "vars /%d/* %s {vars.b}%d\n", i, name, i)
+		}
+	}
+	b.WriteString("reverse_proxy /x/* {vars.a}{vars.b}{vars.c}{vars.d}:80\nreverse_proxy 127.0.0.1:11434\n}\n}\n")
 	assert.NotEmpty(t, bypassesOf(t, b.String()))
 }

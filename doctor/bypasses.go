@@ -47,7 +47,7 @@ func Bypasses(doc []byte, b *config.Broker, placeholders []string) (out []Findin
 		raw := site.Apps.HTTP.Servers[name]
 		at := "apps.http.servers." + name
 		c.spelling(raw, at, placeholders)
-		c.w = &walker{at: at, vars: map[string]string{}, known: map[string]*matcher{}, visit: c.proxy, again: c.again}
+		c.w = &walker{at: at, vars: map[string][]value{}, known: map[string]*matcher{}, visit: c.proxy, again: c.again}
 		if json.Unmarshal(raw, &c.w.server) != nil {
 			continue
 		}
@@ -70,7 +70,7 @@ type check struct {
 // add tells of something once: a named route may be gone through several times.
 func (c *check) add(f Finding) {
 	f.Check = "routes"
-	if key := f.Where + f.What; !c.seen[key] {
+	if key := f.Where + f.Consumer + f.What; !c.seen[key] {
 		c.seen[key] = true
 		c.findings = append(c.findings, f)
 	}
@@ -78,21 +78,20 @@ func (c *check) add(f Finding) {
 
 // proxy judges a reverse_proxy, to which these ways lead. late: a gpu_broker stands behind it.
 func (c *check) proxy(h *walkHandler, at string, ways []passage, late bool) {
-	to := c.destinations(h)
-	var unseen, errored bool
-	var seen []passage
+	var errored bool
+	var seen, unseen []passage
 	for _, p := range ways {
 		if p.broker >= 0 {
 			seen = append(seen, p)
 		} else {
-			unseen, errored = true, errored || p.errored
+			unseen, errored = append(unseen, p), errored || p.errored
 		}
 	}
-	if unseen {
-		c.unseen(to, at, len(seen) > 0, errored, late)
+	if len(unseen) > 0 {
+		c.unseen(c.destinations(h, unseen), at, len(seen) > 0, errored, late)
 	}
 	for _, p := range seen {
-		c.seenBy(p, to, h, at)
+		c.seenBy(p, c.destinations(h, []passage{p}), h, at)
 	}
 }
 
@@ -119,15 +118,21 @@ func (c *check) again(second *brokerFields, at string, ways []passage) {
 
 // destination is where a reverse_proxy sends requests.
 type destination struct {
-	text     string           // as it stands there
-	brokered bool             // where gpu_broker says
-	consumer *config.Consumer // whose server it is; nil: no consumer's
+	text      string             // as it stands there
+	brokered  bool               // where gpu_broker says
+	consumers []*config.Consumer // whose servers it may be; empty: no consumer's
 }
 
-func (c *check) destinations(h *walkHandler) (out []destination) {
+// destinations are where a reverse_proxy sends the requests that come in one of these ways.
+func (c *check) destinations(h *walkHandler, ways []passage) (out []destination) {
 	add := func(text string) {
 		d := destination{text: text, brokered: strings.Contains(text, UpstreamPlaceholder)}
-		d.consumer = c.servers[config.ServerAddress(c.address(text))]
+		for _, one := range c.w.texts(text, ways) {
+			to := c.servers[config.ServerAddress(address(one))]
+			if to != nil && !slices.Contains(d.consumers, to) {
+				d.consumers = append(d.consumers, to)
+			}
+		}
 		out = append(out, d)
 	}
 	for _, u := range h.Upstreams {
@@ -164,10 +169,7 @@ func dynamics(raw json.RawMessage) (out []dynamic) {
 }
 
 // address is what an upstream of reverse_proxy dials, as host:port, as far as that can be known before a request.
-func (c *check) address(dial string) string {
-	for name, value := range c.w.vars {
-		dial = strings.ReplaceAll(dial, name, value)
-	}
+func address(dial string) string {
 	dial = caddy.NewReplacer().ReplaceKnown(dial, "")
 	if _, rest, ok := strings.Cut(dial, "://"); ok {
 		dial = rest
@@ -194,13 +196,20 @@ func (c *check) unseen(to []destination, at string, some, errored, late bool) {
 		fix = "give gpu_broker %s and this reverse_proxy the same matcher"
 	}
 	for _, d := range to {
-		switch {
-		case d.brokered:
-			c.add(Finding{Severity: Error, Where: at, words: []string{proxyWords, d.text}, What: "reverse_proxy " + d.text + " is reached by " + who + " that no gpu_broker has admitted: it has no address then, and they get 502 or 503",
+		words := []string{proxyWords, d.text}
+		if d.brokered {
+			c.add(Finding{Severity: Error, Where: at, words: words,
+				What: "reverse_proxy " + d.text + " is reached by " + who + " that no gpu_broker has admitted: " +
+					"it has no address then, and they get 502 or 503",
 				Mend: fmt.Sprintf(fix, "CONSUMER")})
-		case d.consumer != nil && c.b.Scheduler != config.Passthrough:
-			c.add(Finding{Severity: Warning, Where: at, words: []string{proxyWords, d.text}, Consumer: d.consumer.Name, What: "a reverse_proxy of this site leads to " + d.text + " with no gpu_broker before it: " + who + " bypass the broker",
-				Mend: fmt.Sprintf(fix, d.consumer.Name)})
+			continue
+		}
+		for _, consumer := range d.consumers {
+			if c.b.Scheduler != config.Passthrough {
+				c.add(Finding{Severity: Warning, Where: at, words: words, Consumer: consumer.Name,
+					What: "a reverse_proxy of this site leads to " + d.text + " with no gpu_broker before it: " + who + " bypass the broker",
+					Mend: fmt.Sprintf(fix, consumer.Name)})
+			}
 		}
 	}
 }
@@ -212,14 +221,16 @@ func (c *check) seenBy(p passage, to []destination, h *walkHandler, at string) {
 	served := c.served(b)
 	reaches := false
 	for _, d := range to {
-		reaches = reaches || d.brokered || d.consumer != nil
-		if d.brokered || d.consumer == nil || c.b.Scheduler == config.Passthrough {
+		reaches = reaches || d.brokered || len(d.consumers) > 0
+		if d.brokered || len(d.consumers) == 0 || c.b.Scheduler == config.Passthrough {
 			continue
 		}
 		for _, s := range served {
-			if s != d.consumer && s.Shares != d.consumer.Name && d.consumer.Shares != s.Name && config.ServerAddress(s.Upstream) != config.ServerAddress(d.consumer.Upstream) {
-				c.add(Finding{Severity: Warning, Where: at, words: []string{proxyWords, d.text}, Consumer: d.consumer.Name,
-					What: fmt.Sprintf("requests that %s admits for consumer %s go to %s, the server of %s: the wrong one is loaded for them", broker, s.Name, d.text, d.consumer.Name),
+			if !slices.ContainsFunc(d.consumers, func(to *config.Consumer) bool { return sameServer(s, to) }) {
+				to := d.consumers[0]
+				c.add(Finding{Severity: Warning, Where: at, words: []string{proxyWords, d.text}, Consumer: to.Name,
+					What: fmt.Sprintf("requests that %s admits for consumer %s go to %s, the server of %s: the wrong one is loaded for them",
+						broker, s.Name, d.text, to.Name),
 					Mend: "write reverse_proxy " + UpstreamPlaceholder})
 				break
 			}
@@ -245,6 +256,11 @@ func (c *check) seenBy(p passage, to []destination, h *walkHandler, at string) {
 			Mend: fix})
 		return
 	}
+}
+
+// sameServer reports whether two consumers stand for one server.
+func sameServer(a, b *config.Consumer) bool {
+	return a == b || a.Shares == b.Name || b.Shares == a.Name || config.ServerAddress(a.Upstream) == config.ServerAddress(b.Upstream)
 }
 
 // The directives of a Caddyfile that become a reverse_proxy with an upstream, and those that change a request's path or method.

@@ -93,7 +93,7 @@ type walker struct {
 	at      string // of the server
 	server  walkServer
 	brokers []brokerFields
-	vars    map[string]string // what vars handlers set
+	vars    map[string][]value // what handlers have set placeholders to
 	known   map[string]*matcher
 	invoked []string                                                    // the named routes that it is in
 	visit   func(h *walkHandler, at string, ways []passage, later bool) // a reverse_proxy
@@ -158,8 +158,8 @@ func (w *walker) handlers(list []json.RawMessage, at string, ways []passage) []p
 			w.walk(h.Errors.Routes, here+".errors.routes", after(before))
 		case "invoke":
 			ways = w.invoke(h.Name, ways)
-		case "vars":
-			w.remember(raw)
+		case "vars", "map":
+			w.remember(raw, ways)
 		case "rewrite":
 			ways = changedBy(ways, h.rewriting.String(), here)
 		case "gpu_broker":
@@ -209,17 +209,6 @@ func (w *walker) admitsLater(list []json.RawMessage) bool {
 		var h walkHandler
 		return json.Unmarshal(raw, &h) == nil && h.Handler == "gpu_broker"
 	})
-}
-
-// remember keeps what a handler vars sets to a text.
-func (w *walker) remember(raw json.RawMessage) {
-	var set map[string]any
-	_ = json.Unmarshal(raw, &set)
-	for name, value := range set {
-		if text, ok := value.(string); ok {
-			w.vars["{http.vars."+name+"}"] = text
-		}
-	}
 }
 
 // changedBy is ways after a handler that changes the path or the method.
