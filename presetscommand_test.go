@@ -46,7 +46,7 @@ func TestOnePresetIsExplained(t *testing.T) {
 		"whispercpp": {"unload              the end of its process", "Without process, systemd or docker it is never unloaded", "\tprocess whisper-server -m /models/ggml-large-v3.bin --port {gpu_broker.port}\n"},
 		"alltalk":    {"\tsystemd alltalk\n"},
 		"tabbyapi":   {"\tmodel_name Qwen3-8B-exl3\n", "503 means that nothing is loaded"},
-		"triton":     {"names its model in  path /v2/models/*/infer", "\tmodel resnet50 {\n\t\tvram 1GiB\n\t}\n"},
+		"triton":     {"names its model in  path /v2/models/*/versions/*/infer", "\tmodel resnet50 {\n\t\tvram 1GiB\n\t}\n"},
 		"sdcpp":      {"each job, by its $.id, is asked for at GET /sdcpp/v1/jobs/{item}", "The answer to POST /sdcpp/v1/img_gen and"},
 		"comfyui":    {"residency           can't be told", "load                none: it loads inside its first request", "counts as use       POST /upload/*"},
 		"ollama":     {"for each of $.models[*].name in GET /api/ps", "(404 is no fault)", "their sizes at $.models[*].size_vram"},
