@@ -88,5 +88,6 @@ func (f *frames) header(c byte) {
 
 // isWebSocket reports whether a request opens a WebSocket over HTTP/2 or HTTP/3 (RFC 8441, RFC 9220): HTTP/2 tells it in a pseudo-header.
 func isWebSocket(r *http.Request) bool {
-	return r.Method == http.MethodConnect && (strings.EqualFold(r.Proto, "websocket") || strings.EqualFold(r.Header.Get(":protocol"), "websocket"))
+	return r.Method == http.MethodConnect &&
+		(strings.EqualFold(r.Proto, "websocket") || strings.EqualFold(r.Header.Get(":protocol"), "websocket"))
 }

@@ -44,7 +44,8 @@ func TestH6_OnlyFramesThatAreNoControlFramesAreUse(t *testing.T) {
 			first   byte
 			payload int
 		}{
-			{fin | pings, 0}, {fin | textual, 5}, {fin | pongs, 125}, {textual, 0}, {fin | pings, 4}, {proceeds, 126}, {fin | proceeds, 300}, {fin | rsv1 | binaryOpcode, 70000},
+			{fin | pings, 0}, {fin | textual, 5}, {fin | pongs, 125}, {textual, 0}, {fin | pings, 4}, {proceeds, 126},
+			{fin | proceeds, 300}, {fin | rsv1 | binaryOpcode, 70000},
 			{fin | pings, 1}, {fin | textual, 1}, {fin | closes, 2},
 		} {
 			f := frame(fromClient, c.first, c.payload)

@@ -211,19 +211,25 @@ func TestBoundsOfAForm(t *testing.T) {
 func TestH4_ACharsetInWhichASecondModelMayHideIsAnError(t *testing.T) {
 	p := plan(t, []string{"model"}, nil, false)
 	part := "--x\r\nContent-Disposition: form-data; name=\"model\"\r\n%s\r\nqwen\r\n--x--\r\n"
-	bodies := map[string]string{jsonType: `{"model":"qwen"}`, "text/plain": `{"model":"qwen"}`, formType: "model=qwen", "multipart/form-data; boundary=x": fmt.Sprintf(part, "")}
-	refused := []string{"utf-7", "UTF-7", `"utf-7"`, "utf-16", "utf-16le", "utf-32", "UTF_16", "cp037", "ibm500", "ibm037", "iso-2022-jp", "ISO-2022-KR", "hz-gb-2312", "hz",
-		"shift_jis", "cp932", "big5", "gbk", "gb18030", "johab", "unicode-escape", "nonsense", `"utf\-7"`, "utf-8; charset=utf-7", "utf-7; charset=utf-8", `"utf-8` + "`", "utf-8, utf-7"}
+	bodies := map[string]string{
+		jsonType: `{"model":"qwen"}`, "text/plain": `{"model":"qwen"}`, formType: "model=qwen",
+		"multipart/form-data; boundary=x": fmt.Sprintf(part, ""),
+	}
+	refused := []string{"utf-7", "UTF-7", `"utf-7"`, "utf-16", "utf-16le", "utf-32", "UTF_16", "cp037", "ibm500", "ibm037",
+		"iso-2022-jp", "ISO-2022-KR", "hz-gb-2312", "hz", "shift_jis", "cp932", "big5", "gbk", "gb18030", "johab", "unicode-escape",
+		"nonsense", `"utf\-7"`, "utf-8; charset=utf-7", "utf-7; charset=utf-8", `"utf-8` + "`", "utf-8, utf-7"}
 	for kind, body := range bodies {
 		for _, charset := range refused {
 			_, _, err := peekAt(t, p, kind+"; charset="+charset, body)
 			require.ErrorContains(t, err, "send it in UTF-8", "%s %s", kind, charset)
 		}
-		for _, parameter := range []string{"charset*=utf-8''utf-7", "charset*0=utf; charset*1=-7", "CharSet = utf-7", "charset", "a=b; c; charset=utf-7", "charset=\"utf-7"} {
+		for _, parameter := range []string{"charset*=utf-8''utf-7", "charset*0=utf; charset*1=-7", "CharSet = utf-7", "charset",
+			"a=b; c; charset=utf-7", "charset=\"utf-7"} {
 			_, _, err := peekAt(t, p, kind+"; "+parameter, body)
 			require.ErrorContains(t, err, "send it in UTF-8", "%s %s", kind, parameter)
 		}
-		for _, charset := range []string{"utf-8", "UTF-8", `"utf-8"`, "utf8", "us-ascii", "ASCII", "iso-8859-1", "ISO-8859-15", "iso8859-2", "latin1", "windows-1252", "Windows-1251", "cp1252", `""`} {
+		for _, charset := range []string{"utf-8", "UTF-8", `"utf-8"`, "utf8", "us-ascii", "ASCII", "iso-8859-1",
+			"ISO-8859-15", "iso8859-2", "latin1", "windows-1252", "Windows-1251", "cp1252", `""`} {
 			facts, rest, err := peekAt(t, p, kind+"; charset="+charset, body)
 			require.NoError(t, err, "%s %s", kind, charset)
 			require.Equal(t, []string{"qwen"}, facts.Names)
@@ -250,7 +256,8 @@ func TestH4_ACharsetInWhichASecondModelMayHideIsAnError(t *testing.T) {
 		}
 		require.ErrorContains(t, err, want, header)
 	}
-	text := "--x\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a.txt\"; filename*=utf-8''a.txt\r\nContent-Type: text/plain; charset=utf-16\r\n\r\nwords\r\n" + fmt.Sprintf(part, "")
+	text := "--x\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a.txt\"; filename*=utf-8''a.txt\r\n" +
+		"Content-Type: text/plain; charset=utf-16\r\n\r\nwords\r\n" + fmt.Sprintf(part, "")
 	facts, _, err := peekAt(t, p, "multipart/form-data; boundary=x", text)
 	require.NoError(t, err)
 	require.Equal(t, []string{"qwen"}, facts.Names, "a file may be in any charset")
@@ -259,8 +266,8 @@ func TestH4_ACharsetInWhichASecondModelMayHideIsAnError(t *testing.T) {
 // H4: some servers read a parameter with an asterisk and others don't, so the part is the model for some alone.
 func TestH4_APartWhoseNameIsExtendedIsAnError(t *testing.T) {
 	p := plan(t, []string{"model"}, nil, false)
-	for _, parameters := range []string{`name*=utf-8''model`, `name*=utf-7''%2BAG0-odel`, `name="model"; name*=utf-8''other`, `name="other"; name*=utf-8''model`,
-		`NAME*0="mod"; name*1="el"`, `name="model"; filename*=utf-8''a.wav`} {
+	for _, parameters := range []string{`name*=utf-8''model`, `name*=utf-7''%2BAG0-odel`, `name="model"; name*=utf-8''other`,
+		`name="other"; name*=utf-8''model`, `NAME*0="mod"; name*1="el"`, `name="model"; filename*=utf-8''a.wav`} {
 		body := "--x\r\nContent-Disposition: form-data; " + parameters + "\r\n\r\nqwen\r\n--x--\r\n"
 		_, _, err := peekAt(t, p, "multipart/form-data; boundary=x", body)
 		require.ErrorContains(t, err, "asterisk", parameters)

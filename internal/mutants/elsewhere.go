@@ -226,4 +226,23 @@ var elsewhere = []mutant{
 		old: "max(freeSize, y.size*maxRatio)",
 		new: "max(y.limits.Body, y.size*maxRatio)",
 	},
+	{
+		name: "JSON behind blanks falls to the default",
+		dir:  "routing",
+		file: "peek.go", tests: "TestK4_ABodyThatHidesItsBeginningBehindBlanksIsAnError",
+		old: "return false, y.file != nil",
+		new: "return false, false",
+	},
+	{
+		name: "the first charset of a Content-Type alone counts",
+		dir:  "routing",
+		file: "peek.go", tests: "TestH4_ACharsetInWhichASecondModelMayHideIsAnError",
+		old: "\t\t\treturn \"charset\" + charset\n\t\t}\n",
+		new: "\t\t\treturn \"charset\" + charset\n\t\t}\n\t\treturn \"\"\n",
+	},
+	{
+		name: "pings are use of a WebSocket", dir: ".", file: "frames.go", tests: "TestH6_OnlyFramesThatAreNoControlFramesAreUse",
+		old: "if !f.control || f.broken {",
+		new: "if f.broken || len(p) > 0 {",
+	},
 }

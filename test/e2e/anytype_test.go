@@ -49,6 +49,7 @@ func TestK4_ABodyThatHidesItsModelIsRefused(t *testing.T) {
 		Routes: "handle {\ngpu_broker {\nmodel_from body\ndefault tts\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
 	})
 	const object = `{"model":"other","prompt":"x","stream":false}`
+	const form = "--x\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nsolo\r\n--x--\r\n"
 	behindBlanks := strings.Repeat(" ", 1<<20+10) + object
 	for _, c := range []struct{ kind, body, why string }{
 		{"text/plain", behindBlanks, "blanks"},
@@ -56,7 +57,7 @@ func TestK4_ABodyThatHidesItsModelIsRefused(t *testing.T) {
 		{"application/x-www-form-urlencoded", behindBlanks, "blanks"},
 		{"application/json; charset=utf-7", `{"model":"solo","+AG0-odel":"other"}`, "charset"},
 		{`text/plain; charset="UTF-16"`, object, "charset"},
-		{"multipart/form-data; boundary=x", object + "\r\n--x\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nsolo\r\n--x--\r\n", "JSON object"},
+		{"multipart/form-data; boundary=x", object + "\r\n" + form, "JSON object"},
 	} {
 		for _, path := range []string{"/v1/completions", "/ollama/v1/completions"} {
 			a := s.ask("POST", path, c.kind, []byte(c.body))

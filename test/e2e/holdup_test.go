@@ -157,9 +157,9 @@ func taker(t *testing.T) string {
 	return srv.Listener.Addr().String()
 }
 
-// streamed is a route to a server that takes bodies as they come.
-func streamed(t *testing.T) string {
-	return "handle_path /stream/* {\ngpu_broker hog {\nstream_body\n}\nreverse_proxy " + taker(t) + " {\nflush_interval -1\n}\n}"
+// streamedTo is a route that passes bodies on as they come.
+func streamedTo(server string) string {
+	return "handle_path /stream/* {\ngpu_broker hog {\nstream_body\n}\nreverse_proxy " + server + " {\nflush_interval -1\n}\n}"
 }
 
 // H1: stream_body gives a request the GPU before its body is there.
@@ -167,7 +167,7 @@ func TestH1_AStreamedUploadThatStallsIsCutOnceOthersWait(t *testing.T) {
 	t.Parallel()
 	versions(t, func(t *testing.T, https bool, client func(s *site) *http.Client) {
 		for _, length := range []int64{10, -1} {
-			s := holders(t, https, streamed(t))
+			s := holders(t, https, streamedTo(taker(t)))
 			in, done := s.slowUpload(client(s), "/stream/upload", length)
 			_, err := io.WriteString(in, "x")
 			require.NoError(t, err)
@@ -188,7 +188,7 @@ func TestH1_AStreamedUploadThatStallsIsCutOnceOthersWait(t *testing.T) {
 // Over HTTP/1 net/http reads the whole body before an answer begins.
 func TestH1_AStreamedUploadThatStallsAfterItsAnswerHasBegunIsCut(t *testing.T) {
 	t.Parallel()
-	s := holders(t, true, streamed(t))
+	s := holders(t, true, streamedTo(taker(t)))
 	in, done := s.slowUpload(s.client, "/stream/early", -1)
 	_, err := io.WriteString(in, "x")
 	require.NoError(t, err)
@@ -205,7 +205,7 @@ func TestH1_AStalledUploadThatItsServerRefusesHoldsNobodyUp(t *testing.T) {
 	srv := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }))
 	t.Cleanup(srv.Close)
 	versions(t, func(t *testing.T, https bool, client func(s *site) *http.Client) {
-		s := holders(t, https, "handle_path /stream/* {\ngpu_broker hog {\nstream_body\n}\nreverse_proxy "+srv.Listener.Addr().String()+"\n}")
+		s := holders(t, https, streamedTo(srv.Listener.Addr().String()))
 		in, _ := s.slowUpload(client(s), "/stream/upload", 10)
 		_, err := io.WriteString(in, "x")
 		require.NoError(t, err)
@@ -216,7 +216,7 @@ func TestH1_AStalledUploadThatItsServerRefusesHoldsNobodyUp(t *testing.T) {
 func TestH1_AStreamedUploadThatGoesOnIsServed(t *testing.T) {
 	t.Parallel()
 	versions(t, func(t *testing.T, https bool, client func(s *site) *http.Client) {
-		s := holdersWithin(t, ample, https, streamed(t))
+		s := holdersWithin(t, ample, https, streamedTo(taker(t)))
 		in, done := s.slowUpload(client(s), "/stream/upload", -1)
 		_, err := io.WriteString(in, "x")
 		require.NoError(t, err)
@@ -238,7 +238,7 @@ func TestH1_AStreamedUploadThatGoesOnIsServed(t *testing.T) {
 // The client has sent all it has: it waits for its server.
 func TestH1_AServerThatThinksOverAStreamedUploadIsNeverCut(t *testing.T) {
 	t.Parallel()
-	s := holders(t, false, "handle_path /stream/* {\ngpu_broker hog {\nstream_body\n}\nreverse_proxy "+thinker(t, 2*time.Second)+"\n}")
+	s := holders(t, false, streamedTo(thinker(t, 2*time.Second)))
 	thinks := s.send("POST", "/stream/", "think")
 	s.until("it runs", func() bool { return s.status().Scheduler.InFlight == 1 })
 	waits := s.send("POST", "/other/work", "mine")
@@ -482,8 +482,9 @@ func TestH6_AWebSocketThatBeginsEarlyAndThenOnlyPingsIsCut(t *testing.T) {
 	conn := s.dial()
 	defer conn.Close()
 	ping := string([]byte{0x89, 0x82, 0, 0, 0, 0, 'h', 'i'})
-	_, err := io.WriteString(conn, "GET /tunnel/ws HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"+
-		"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"+string([]byte{0x81, 0x82, 0, 0, 0, 0, 'h', 'i'})+ping[:5])
+	_, err := io.WriteString(conn, "GET /tunnel/ws HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"+
+		"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"+
+		string([]byte{0x81, 0x82, 0, 0, 0, 0, 'h', 'i'})+ping[:5])
 	require.NoError(t, err)
 	in := bufio.NewReader(conn)
 	resp, err := http.ReadResponse(in, nil)
