@@ -172,6 +172,8 @@ func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 	gone, leave := context.WithCancel(here.Context())
 	leave()
 	left := here.WithContext(gone)
+	refused, hung := refusedBy(syscall.ECONNREFUSED), refusedBy(os.ErrDeadlineExceeded)
+	gatewayTimeout := func(err error) error { return caddyhttp.Error(http.StatusGatewayTimeout, err) }
 	for name, c := range map[string]struct {
 		r             *http.Request
 		status        int
@@ -195,16 +197,16 @@ func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 		"its server gave no answer":                {r: here, err: io.ErrUnexpectedEOF, want: scheduler.ServerDied},
 		"its server gave none in max_run":          {r: here, err: io.ErrUnexpectedEOF, cutByUs: true, want: scheduler.NoAnswer},
 		"its client left, which failed the server": {r: left, err: io.ErrUnexpectedEOF, want: scheduler.NoAnswer},
-		"its server took no connection":            {r: here, err: refusedBy(syscall.ECONNREFUSED), want: scheduler.DialRefused},
-		"its server did not answer the connection": {r: here, err: refusedBy(os.ErrDeadlineExceeded), want: scheduler.Unreached},
+		"its server took no connection":            {r: here, err: refused, want: scheduler.DialRefused},
+		"its server did not answer the connection": {r: here, err: hung, want: scheduler.Unreached},
 		"its client left before it was connected":  {r: left, err: refusedBy(context.Canceled), want: scheduler.Unreached},
 		"its body was at fault":                    {r: here, err: storageFull(io.ErrShortWrite), want: scheduler.NoAnswer},
-		"reverse_proxy gave it up":                 {r: here, err: caddyhttp.Error(http.StatusGatewayTimeout, os.ErrDeadlineExceeded), want: scheduler.NoAnswer},
-		"the site answers with status 504":         {r: here, err: caddyhttp.Error(http.StatusGatewayTimeout, io.ErrUnexpectedEOF), want: scheduler.ServerDied},
-		"another server took no connection":        {r: here, err: refusedBy(syscall.ECONNREFUSED), dialled: "127.0.0.1:9000", want: scheduler.NoAnswer},
-		"another did not answer the connection":    {r: here, err: refusedBy(os.ErrDeadlineExceeded), dialled: "10.0.0.7:8080", want: scheduler.NoAnswer},
-		"a socket took no connection":              {r: here, err: refusedBy(syscall.ECONNREFUSED), dialled: "/run/s.sock", want: scheduler.NoAnswer},
-		"its server did not, written differently":  {r: here, err: refusedBy(syscall.ECONNREFUSED), dialled: "[::1]:8080", want: scheduler.DialRefused},
+		"reverse_proxy gave it up":                 {r: here, err: gatewayTimeout(os.ErrDeadlineExceeded), want: scheduler.NoAnswer},
+		"the site answers with status 504":         {r: here, err: gatewayTimeout(io.ErrUnexpectedEOF), want: scheduler.ServerDied},
+		"another server took no connection":        {r: here, err: refused, dialled: "127.0.0.1:9000", want: scheduler.NoAnswer},
+		"another did not answer the connection":    {r: here, err: hung, dialled: "10.0.0.7:8080", want: scheduler.NoAnswer},
+		"a socket took no connection":              {r: here, err: refused, dialled: "/run/s.sock", want: scheduler.NoAnswer},
+		"its server did not, written differently":  {r: here, err: refused, dialled: "[::1]:8080", want: scheduler.DialRefused},
 	} {
 		j := &job{status: c.status, later: c.later, target: &target{}, repl: caddy.NewReplacer(), lease: broker.Lease{Upstream: "127.0.0.1:8080"}}
 		j.repl.Set("http.reverse_proxy.upstream.hostport", cmp.Or(c.dialled, "127.0.0.1:8080"))
@@ -237,7 +239,8 @@ func TestOnlyTheServersOwnAddressTellsThatNobodyListensThere(t *testing.T) {
 // A consumer without an upstream doesn't tell where its server is.
 func TestWithoutAnUpstreamAnyRefusalIsTheServers(t *testing.T) {
 	_, r := request("GET", "/work")
-	for dialled, want := range map[string]scheduler.Outcome{"127.0.0.1:8080": scheduler.DialRefused, "llm:8080": scheduler.Unreached, "": scheduler.Unreached} {
+	outcomes := map[string]scheduler.Outcome{"127.0.0.1:8080": scheduler.DialRefused, "llm:8080": scheduler.Unreached, "": scheduler.Unreached}
+	for dialled, want := range outcomes {
 		j := &job{target: &target{}, repl: caddy.NewReplacer()}
 		if dialled != "" { // else it was no reverse_proxy that went there
 			j.repl.Set("http.reverse_proxy.upstream.hostport", dialled)

@@ -91,15 +91,20 @@ func (j *job) notTheServers(r *http.Request, err error) error {
 		return storageFull(j.body.Fault())
 	}
 	if noUpstream(err) && !j.answered() {
-		return unhealthy(j.target.name, errors.New("reverse_proxy has no upstream for it, or holds it for down by its own health checks (fail_duration, health_uri)"))
+		return unhealthy(j.target.name, errHeldDown)
 	}
 	return err
 }
 
+var errHeldDown = errors.New("reverse_proxy has no upstream for it, or holds it for down by its health checks (fail_duration, health_uri)")
+
 // noUpstream reports whether reverse_proxy asked no server at all. It does not export that error.
 func noUpstream(err error) bool {
 	var caddys caddyhttp.HandlerError
-	return errors.As(err, &caddys) && caddys.StatusCode == http.StatusServiceUnavailable && caddys.Err != nil && caddys.Err.Error() == "no upstreams available"
+	if !errors.As(err, &caddys) || caddys.StatusCode != http.StatusServiceUnavailable || caddys.Err == nil {
+		return false
+	}
+	return caddys.Err.Error() == "no upstreams available"
 }
 
 // errorDocument is OpenAI's error form, so that every SDK shows it.
@@ -159,7 +164,8 @@ func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 	case errors.Is(err, errNotStarted):
 		f = &failure{status: http.StatusServiceUnavailable, code: "not_running", message: err.Error(), retryAfter: time.Second}
 	case errors.As(err, &caddys) && caddys.StatusCode == http.StatusBadGateway:
-		f = &failure{status: http.StatusBadGateway, code: "server_died", told: true, message: j.whoDied() + " gave no answer: " + fmt.Sprint(caddys.Err)}
+		message := fmt.Sprintf("%s gave no answer: %v", j.whoDied(), caddys.Err)
+		f = &failure{status: http.StatusBadGateway, code: "server_died", told: true, message: message}
 	case errors.Is(err, context.Canceled):
 		metrics.errors.WithLabelValues(j.target.name, codeLeft).Inc()
 		j.leaves(codeLeft)

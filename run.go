@@ -243,7 +243,10 @@ func (j *job) gaveUp(err error) bool {
 	}
 	var caddys caddyhttp.HandlerError
 	var inNet net.Error
-	return errors.As(err, &caddys) && caddys.StatusCode == http.StatusGatewayTimeout && errors.As(caddys.Err, &inNet) && inNet.Timeout() && j.wentToServer()
+	if !errors.As(err, &caddys) || caddys.StatusCode != http.StatusGatewayTimeout {
+		return false
+	}
+	return errors.As(caddys.Err, &inNet) && inNet.Timeout() && j.wentToServer()
 }
 
 // refusedDial reports whether nothing was sent, as no connection came about.

@@ -455,7 +455,8 @@ func (p *probedServer) Probe(ctx context.Context) lifecycle.Report {
 
 // A name server that fails, or a route that is lost, says nothing of the model in a GPU's memory.
 func TestAServerThatCannotBeReachedIsUnhealthyAndKeepsItsMemory(t *testing.T) {
-	for outcome, state := range map[lifecycle.Outcome]string{lifecycle.Unreachable: "READY", lifecycle.Wrong: "READY", lifecycle.Refused: "IDLE"} {
+	states := map[lifecycle.Outcome]string{lifecycle.Unreachable: "READY", lifecycle.Wrong: "READY", lifecycle.Refused: "IDLE"}
+	for outcome, state := range states {
 		synctest.Test(t, func(t *testing.T) {
 			w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
 			w.gen = w.generation(t, nil, server("a", 10*gpu.GiB))

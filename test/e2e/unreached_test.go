@@ -15,7 +15,8 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 )
 
-// full makes 127.0.0.2 with this port an address that takes no connection and refuses none, as that of a server that hangs, until it is closed.
+// full makes 127.0.0.2 with this port an address that takes no connection and refuses none, as that of a server that hangs,
+// until it is closed.
 func full(t *testing.T, port uint16) (closed func()) {
 	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
 	require.NoError(t, err)
@@ -64,7 +65,8 @@ func TestARefusalByAnotherServerOfTheSiteTellsNothingOfTheModelServer(t *testing
 	route := func(name, behind string) string {
 		return "handle_path /" + name + "/* {\nroute {\ngpu_broker comfyui\n" + behind + "\n}\n}\n"
 	}
-	s := start(t, layout{Consumers: []consumer{mvoice(), c}, Routes: route("authed", "forward_auth "+dead+" {\nuri /check\n}\nreverse_proxy {http.gpu_broker.upstream}") +
+	authed := "forward_auth " + dead + " {\nuri /check\n}\nreverse_proxy {http.gpu_broker.upstream}"
+	s := start(t, layout{Consumers: []consumer{mvoice(), c}, Routes: route("authed", authed) +
 		route("two", "reverse_proxy "+dead) + route("socket", "reverse_proxy unix/"+socket)})
 	comfy, voice := s.servers["comfyui"], s.servers["mvoice"]
 	s.ok(s.send("POST", "/mvoice/synthesize", "hello"))
@@ -152,7 +154,8 @@ func TestAStreamedUploadOfWhichAPartIsReadIsNotSentWithoutIt(t *testing.T) {
 	alsoClosed.close()
 	jobs := uint64(0)
 	for name, tries := range map[string]uint64{"buffers": 1, "none": 2} {
-		resp, err := s.client.Post(s.url+"/"+name+"/echo", "application/octet-stream", io.MultiReader(strings.NewReader(strings.Repeat("x", 10_000))))
+		chunked := io.MultiReader(strings.NewReader(strings.Repeat("x", 10_000))) // its length is not told
+		resp, err := s.client.Post(s.url+"/"+name+"/echo", "application/octet-stream", chunked)
 		require.NoError(t, err)
 		body, err := io.ReadAll(resp.Body)
 		require.NoError(t, err)
