@@ -95,15 +95,9 @@ func TestAServerThatHangsBehindAnAddressThatRefusesHasTimedOut(t *testing.T) {
 	for name, first := range map[string]string{"of the same kind": "127.0.0.2", "of the other": "::1"} {
 		t.Run(name, func(t *testing.T) {
 			resolve(t, netip.MustParseAddr(first), hanging)
-			p, err := compile(&Lifecycle{Health: &Route{Path: "/health"}})
-			require.NoError(t, err)
-			p.secrets = new(secretSet).redactor()
-			d := newDriver(p, lifecycle.Deps{Upstream: "gpubox.test:" + strconv.Itoa(int(port))})
+			d := newDriver(&plan{secrets: new(secretSet).redactor()}, lifecycle.Deps{Upstream: "gpubox.test:" + strconv.Itoa(int(port))})
 			for range 30 { // which of two timers is first is chance
-				const limit = 25 * time.Millisecond
-				require.Equal(t, lifecycle.TimedOut, outcomeOf(d.connect(t.Context(), time.Now().Add(limit))))
-				_, err := d.exchange(t.Context(), p.health, nil, limit)
-				require.Equal(t, lifecycle.TimedOut, outcomeOf(err))
+				require.Equal(t, lifecycle.TimedOut, outcomeOf(d.connect(t.Context(), time.Now().Add(25*time.Millisecond))))
 			}
 		})
 	}
