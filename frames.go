@@ -9,7 +9,7 @@ import (
 
 // carried counts what a tunnel carries in one direction.
 type carried struct {
-	moved  *atomic.Int64
+	moved  *atomic.Int64 // nil: nothing is counted
 	frames *frames // of a WebSocket; nil: every byte is use
 }
 
@@ -18,7 +18,7 @@ func (c carried) add(p []byte) {
 	if c.frames != nil {
 		used = c.frames.used(p)
 	}
-	if used > 0 {
+	if used > 0 && c.moved != nil {
 		c.moved.Add(int64(used))
 	}
 }

@@ -81,6 +81,7 @@ func TestWhoWatchesAnAnswerSeesItsWritesAndWhatATunnelCarries(t *testing.T) {
 	require.EqualValues(t, 4, j.writes.Load())
 	require.Zero(t, j.moved.Load())
 	j.tunnel.Store(true)
+	j.out.moved = &j.moved
 	_, err = j.Write([]byte("abcd"))
 	require.NoError(t, err)
 	require.EqualValues(t, 4, j.moved.Load())
