@@ -10,7 +10,7 @@ import (
 // carried counts what a tunnel carries in one direction.
 type carried struct {
 	moved  *atomic.Int64 // nil: nothing is counted
-	frames *frames // of a WebSocket; nil: every byte is use
+	frames *frames       // of a WebSocket; nil: every byte is use
 }
 
 func (c carried) add(p []byte) {
