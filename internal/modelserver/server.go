@@ -373,7 +373,7 @@ func (l *life) die(cause string) {
 	}
 	s.mu.Unlock()
 	defer close(l.over)
-	_ = port.Close() // of a late one that still loads it is closed already
+	_ = StopListening(port) // of a late one that still loads it is closed already
 
 	s.mu.Lock()
 	l.gone = true

@@ -410,7 +410,7 @@ func TestRoutesThatNameNoConsumerNorModelAreRefusedByTheConfiguration(t *testing
 		"model_from body":                     "model_from",
 		"model_from body\ndefault lama":       "did you mean llama?",
 		"model_from body\nstream_body":        "stream_body",
-		"model_from path /models/infer":       "one *",
+		"model_from path /models/infer":       "hold a *",
 		"model_from cookie a":                 "cookie",
 		"model_from body\nfallback none-such": "none-such",
 	} {

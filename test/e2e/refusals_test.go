@@ -148,7 +148,7 @@ func (r *relay) open() {
 
 func (r *relay) close() {
 	r.mu.Lock()
-	_ = r.l.Close()
+	_ = modelserver.StopListening(r.l)
 	for _, c := range r.conns {
 		_ = c.Close()
 	}
