@@ -249,6 +249,16 @@ func TestWithoutAnUpstreamAnyRefusalIsTheServers(t *testing.T) {
 	}
 }
 
+func TestAnAddressMayBeThatOfANamedUpstream(t *testing.T) {
+	for upstream, want := range map[string]bool{
+		"ollama:11434": true, "ollama:11435": false, "10.0.0.8:11434": false, "10.0.0.7:11434": true, "localhost:11434": false, "": true,
+	} {
+		j := &job{target: &target{}, repl: caddy.NewReplacer(), lease: broker.Lease{Upstream: upstream}}
+		j.repl.Set("http.reverse_proxy.upstream.hostport", "10.0.0.7:11434")
+		require.Equal(t, want, j.wentToServer(), upstream)
+	}
+}
+
 // The site may ask its server again in handle_response, as reverse_proxy does by lb_retry_match.
 func TestAJobThatItsServerHasAnsweredIsNotRunAgain(t *testing.T) {
 	h := newHandler(t)

@@ -111,14 +111,12 @@ func (h *Handler) provisionTargets() (err error) {
 	if h.StreamBody && len(changed) > 0 {
 		return errors.New("stream_body passes bodies on unread, but set, default and strip of a model must change them: leave one of them out")
 	}
-	if !h.StreamBody {
-		changed = append(changed, h.pinnedFields()...)
-	}
-	if h.ReadsBody() || len(fields) > 0 || len(changed) > 0 {
+	pinned, sure := h.pinnedFields()
+	if h.ReadsBody() || len(fields) > 0 || len(changed) > 0 || sure && !h.StreamBody {
 		h.plan, err = routing.NewPlan(fields, h.Metadata, h.TrustBody)
 	}
 	if err == nil && h.plan != nil {
-		err = h.plan.Mark(changed)
+		err = h.plan.Mark(append(changed, pinned...))
 	}
 	if err == nil && h.plan != nil && h.folds() {
 		h.plan.Fold()
@@ -154,17 +152,19 @@ func (h *Handler) changedFields() (fields []string) {
 	return slices.Compact(fields)
 }
 
-// pinnedFields are the fields of JSON that get a value at pinned models of the route's consumers.
-func (h *Handler) pinnedFields() (fields []string) {
+// pinnedFields are the fields of JSON that get a value at pinned models of the route's consumers. sure: the configuration pins one of
+// them as a whole, so that bodies are looked into for that alone.
+func (h *Handler) pinnedFields() (fields []string, sure bool) {
 	for name, t := range h.targets {
 		if h.Consumer != "" && name != h.Consumer && !slices.Contains(h.targets[h.Consumer].candidates, name) {
 			continue
 		}
 		for _, f := range t.sent.pinned {
 			fields = append(fields, f.Name)
+			sure = sure || h.app.consumer(name).Pin
 		}
 	}
-	return fields
+	return fields, sure
 }
 
 // folds reports whether a server that may get the route's requests takes fields of JSON in any case.

@@ -275,7 +275,17 @@ func (j *job) answered() bool {
 // site, such as that of forward_auth. A consumer without an upstream doesn't tell where its server is: there any address may be.
 func (j *job) wentToServer() bool {
 	dialled, ok := j.repl.GetString("http.reverse_proxy.upstream.hostport")
-	return !ok || j.lease.Upstream == "" || config.ServerAddress(dialled) == config.ServerAddress(j.lease.Upstream)
+	return !ok || j.lease.Upstream == "" || config.ServerAddress(dialled) == config.ServerAddress(j.lease.Upstream) || mayBeNamed(dialled, j.lease.Upstream)
+}
+
+// mayBeNamed reports whether an upstream may be a name of the address that was dialled, as where the site resolves it by itself (`dynamic a`).
+func mayBeNamed(dialled, upstream string) bool {
+	address, err := netip.ParseAddrPort(dialled)
+	host, port, _ := net.SplitHostPort(upstream)
+	if _, isAddress := netip.ParseAddr(host); err != nil || isAddress == nil || config.IsOwnHost(host) {
+		return false
+	}
+	return port == strconv.Itoa(int(address.Port()))
 }
 
 // nobodyListens reports whether a connection failed because no process listens at the server's address. DialError shows no

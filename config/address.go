@@ -26,7 +26,7 @@ var loopbackNames = []string{
 
 // ServerAddress returns address, `host:port`, in a form that is the same for
 // every way to write it: `127.0.0.1:8188`, `LOCALHOST:8188`, `[::1]:8188`, `:8188` and this machine's own name or
-// address with that port are all one server. It asks no other machine: of names it knows those of the hosts file. What is no
+// address with that port are all one server. Other loopback addresses (`127.0.0.2:8188`) stand for themselves. It asks no other machine: of names it knows those of the hosts file. What is no
 // address is returned as it is.
 func ServerAddress(address string) string {
 	host, port, err := net.SplitHostPort(address)
@@ -34,10 +34,11 @@ func ServerAddress(address string) string {
 		return address
 	}
 	host = plainHost(host)
-	if IsOwnHost(host) {
-		host = ownHost
-	} else if ip := hostAddress(host); ip.IsValid() {
+	switch ip := hostAddress(host); {
+	case ip.IsValid() && !isOwnAddress(ip), isOtherLoopback(ip):
 		host = ip.String()
+	case IsOwnHost(host):
+		host = ownHost
 	}
 	if n, err := net.LookupPort("tcp", port); err == nil && n != 0 {
 		port = strconv.Itoa(n)
@@ -72,6 +73,12 @@ func hostAddress(host string) netip.Addr {
 }
 
 func plainAddress(ip netip.Addr) netip.Addr { return ip.Unmap().WithZone("") }
+
+// isOtherLoopback reports whether an address is one of the loopback at which a second server may use the port of a first. Debian
+// gives 127.0.1.1 to the machine's own name.
+func isOtherLoopback(ip netip.Addr) bool {
+	return ip.Is4() && ip.IsLoopback() && ip != netip.AddrFrom4([4]byte{127, 0, 0, 1}) && ip != netip.AddrFrom4([4]byte{127, 0, 1, 1})
+}
 
 func isOwnAddress(ip netip.Addr) bool {
 	return ip.IsLoopback() || ip.IsUnspecified() || ownAddresses()[ip]

@@ -35,6 +35,7 @@ func TestOneServerHasOneAddressHoweverItIsWritten(t *testing.T) {
 	}
 	for a, b := range map[string]string{
 		"127.0.0.1:8188": "127.0.0.1:8189", "gpu1:80": "gpu2:80", "10.255.255.1:80": "localhost:80", "GPU1:80": "gpu2:80",
+		"127.0.0.2:80": "localhost:80", "127.0.0.3:80": "127.0.0.2:80",
 	} {
 		assert.NotEqual(t, ServerAddress(a), ServerAddress(b))
 	}

@@ -76,7 +76,7 @@ func (r *Routes) Needs(req *http.Request) Need {
 		return NeedsNothing
 	case r.touch.All(&path) && !r.reaches(&path, r.touch):
 		return NeedsTouch
-	case r.bypass.All(&path) && !r.reaches(&path, r.bypass):
+	case r.bypasses(&path):
 		return NeedsNothing
 	case r.gpu.Any(&path):
 		return NeedsGPU
@@ -91,6 +91,16 @@ func (r *Routes) Needs(req *http.Request) Need {
 	default:
 		return NeedsLoaded
 	}
+}
+
+// Bypasses reports whether bypass names a request.
+func (r *Routes) Bypasses(req *http.Request) bool {
+	path := r.paths.Read(req.Method, req.URL)
+	return r.bypasses(&path)
+}
+
+func (r *Routes) bypasses(path *RequestPath) bool {
+	return r.bypass.All(path) && !r.reaches(path, r.bypass)
 }
 
 // Blocks reports whether requests such as this one are refused.

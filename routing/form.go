@@ -180,7 +180,7 @@ func (m *multipartReader) header(fields []string) (field int, err error) {
 		return -1, bad("field %q has %d headers Content-Disposition", fields[field], n)
 	}
 	for _, kind := range h["Content-Type"] {
-		if charset := foreignCharset(kind); charset != "" {
+		if charset, _ := foreignCharset(kind); charset != "" {
 			return -1, bad("the Content-Type of field %q says %.64q: send it in UTF-8", fields[field], charset)
 		}
 	}

@@ -222,10 +222,11 @@ func (y *Body) look(h http.Header, p *Plan, facts *Facts) error {
 		return bad("the request has %d different headers Content-Type", len(kinds))
 	}
 	kind, params := mediaType(h.Get("Content-Type"))
-	if charset := foreignCharset(h.Get("Content-Type")); charset != "" && len(p.fields) > 0 {
+	isJSON, hidden := y.looksLikeJSON()
+	named := isJSON || isJSONType(kind) || kind == "multipart/form-data" || kind == "application/x-www-form-urlencoded"
+	if charset, begins := foreignCharset(h.Get("Content-Type")); charset != "" && len(p.fields) > 0 && (named || !begins) {
 		return bad("its Content-Type says %.64q, which may change the model's name: send it in UTF-8", charset)
 	}
-	isJSON, hidden := y.looksLikeJSON()
 	switch {
 	case kind == "multipart/form-data" && isJSON: // a server that doesn't look at the Content-Type stops reading where the object ends
 		return bad("its Content-Type is multipart/form-data, but it begins as a JSON object")
@@ -248,38 +249,40 @@ func isJSONType(kind string) bool { return kind == jsonType || strings.HasSuffix
 
 const jsonType = "application/json"
 
-// foreignCharset returns the parameter of a Content-Type that names a charset in which ASCII may stand for something else, or empty.
-// Servers differ in how they read a header that is malformed, or that names two: every charset in it counts.
-func foreignCharset(header string) string {
+// foreignCharset returns the parameter of a Content-Type that names a charset in which ASCII may stand for something else, or empty. begins:
+// a text begins there as in ASCII all the same. Servers differ in how they read a header that is malformed, or that names two: every
+// charset in it counts.
+func foreignCharset(header string) (parameter string, begins bool) {
 	if header == jsonType {
-		return ""
+		return "", true
 	}
 	rest := strings.ToLower(header)
 	for {
 		var found bool
 		if _, rest, found = strings.Cut(rest, "charset"); !found {
-			return ""
+			return "", true
 		}
 		charset, _, _ := strings.Cut(rest, ";")
 		label, named := strings.CutPrefix(strings.TrimSpace(charset), "=")
-		if label = strings.Trim(label, " \t\""); !named || label != "" && !extendsASCII(label) {
-			return "charset" + charset
+		if label = labelMarks.Replace(strings.Trim(label, " \t\"'")); !named || label != "" && !isOf(extendASCII, label) {
+			return "charset" + charset, named && isOf(beginAsASCII, label)
 		}
 	}
 }
 
-// extendsASCII reports whether every byte of ASCII stands for itself in a charset, and for nothing else.
-func extendsASCII(charset string) bool {
-	switch charset = labelMarks.Replace(charset); charset {
-	case "utf8", "ascii", "usascii":
-		return true
-	}
-	for _, family := range []string{"iso8859", "latin", "windows125", "cp125"} {
-		if strings.HasPrefix(charset, family) {
-			return true
-		}
-	}
-	return false
+// Charsets, without labelMarks; a star stands for the rest of the name.
+var (
+	// Every byte of ASCII stands for itself there, and for nothing else.
+	extendASCII = []string{"utf8", "ascii", "usascii", "binary", "iso8859*", "latin*", "windows125*", "cp125*", "windows874", "koi8*", "euc*", "macintosh", "tis620"}
+	// There it may be the second byte of a character, too: a backslash in JSON.
+	beginAsASCII = []string{"gb*", "big5*", "shiftjis*", "sjis", "xsjis", "windows31j", "ms932", "cp932", "cp936", "cp949", "cp950", "uhc", "johab"}
+)
+
+func isOf(charsets []string, charset string) bool {
+	return slices.ContainsFunc(charsets, func(known string) bool {
+		family, isFamily := strings.CutSuffix(known, "*")
+		return charset == known || isFamily && strings.HasPrefix(charset, family)
+	})
 }
 
 // labelMarks takes out what servers pass over in the name of a charset.

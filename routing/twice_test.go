@@ -240,6 +240,14 @@ func TestH4_ACharsetInWhichASecondModelMayHideIsAnError(t *testing.T) {
 	require.NoError(t, err)
 	_, _, err = peekAt(t, p, "text/plain; charset=utf-7", `+AHs-"model":"qwen"}`)
 	require.ErrorContains(t, err, "send it in UTF-8")
+	for _, charset := range []string{"gbk", "big5", "Shift_JIS", "koi8-r", "euc-kr", "'utf-8'"} {
+		_, _, err = peekAt(t, p, "text/plain; charset="+charset, "words")
+		require.NoError(t, err, "no name is in words, %s", charset)
+	}
+	_, _, err = peekAt(t, p, "audio/x-wav; charset=binary", "RIFF")
+	require.NoError(t, err)
+	_, _, err = peekAt(t, p, "text/plain; charset=utf-7", "words")
+	require.ErrorContains(t, err, "send it in UTF-8", "they may be JSON there")
 	_, _, err = peekAt(t, plan(t, nil, nil, false), "text/plain; charset=utf-16", "words")
 	require.NoError(t, err, "no name is read there")
 

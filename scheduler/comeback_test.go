@@ -465,3 +465,41 @@ func TestAStartedServerThatIsNotProbedIsNotSuspected(t *testing.T) {
 	f.releaseAs(f.submit("a"), DialRefused)
 	f.requireRunning(f.submit("a"))
 }
+
+// As a container that was stopped, or one whose name is not found for a moment.
+func TestAServerThatCanNotBeReachedIsIdleOnceItsWorkHasEnded(t *testing.T) {
+	unreachable := func(f *fixture, name string) {
+		f.advance(time.Second)
+		f.step(Probed{Slot: name, Sent: f.now, Outcome: ProbeUnreachable, Detail: "no such host"})
+	}
+	t.Run("it was stopped", func(t *testing.T) {
+		f := given(t, 16384, server("a", 10000), server("b", 10000))
+		f.warm("a", 10000)
+		f.use(-10000)
+		unreachable(f, "a")
+		b := f.submit("b")
+		f.look(time.Second)
+		f.loaded("b")
+		f.requireRunning(b)
+	})
+	t.Run("it lives, loaded", func(t *testing.T) {
+		f := given(t, 16384, server("a", 10000), server("b", 10000))
+		f.warm("a", 10000)
+		unreachable(f, "a")
+		f.submit("b")
+		f.look(5 * time.Second)
+		f.requireState("b", Idle)
+		f.probe("a", Yes)
+		f.requireState("a", Ready)
+	})
+	t.Run("it works on", func(t *testing.T) {
+		f := given(t, 24576, server("a", 10000, worksOn), server("next", 4000))
+		f.warm("next", 4000)
+		f.warm("a", 10000)
+		f.leaves(f.submit("a"), NoAnswer)
+		n := f.submit("next")
+		unreachable(f, "a")
+		f.requireState("a", Ready)
+		f.requireWaiting(n)
+	})
+}

@@ -155,6 +155,11 @@ func (s *State) probed(now time.Time, e Probed) {
 		}
 	case ProbeWrong:
 		s.sick(sl, now, e.Detail)
+	case ProbeUnreachable: // a container that was stopped looks so. What it holds counts until it is seen to be free
+		s.sick(sl, now, e.Detail)
+		if (sl.state == Ready || sl.state == Unknown) && !sl.busy() {
+			s.processEnded(now, sl, "its server can't be reached")
+		}
 	case ProbeRefused:
 		s.sick(sl, now, e.Detail)
 		s.nobodyListens(now, sl, "its server does not listen any more")

@@ -237,8 +237,8 @@ var elsewhere = []mutant{
 		name: "the first charset of a Content-Type alone counts",
 		dir:  "routing",
 		file: "peek.go", tests: "TestH4_ACharsetInWhichASecondModelMayHideIsAnError",
-		old: "\t\t\treturn \"charset\" + charset\n\t\t}\n",
-		new: "\t\t\treturn \"charset\" + charset\n\t\t}\n\t\treturn \"\"\n",
+		old: "isOf(beginAsASCII, label)\n\t\t}\n",
+		new: "isOf(beginAsASCII, label)\n\t\t}\n\t\treturn \"\", true\n",
 	},
 	{
 		name: "pings are use of a WebSocket", dir: ".", file: "frames.go", tests: "TestH6_OnlyFramesThatAreNoControlFramesAreUse",

@@ -157,9 +157,9 @@ func (r *relay) close() {
 	r.tasks.Wait()
 }
 
-// beside127 is the address with the same port at 127.0.0.2, which is the same server by config.ServerAddress: what a test can tell
+// beside127 is the address with the same port at 127.0.1.1, which is the same server by config.ServerAddress: what a test can tell
 // apart, the broker can't.
-func beside127(addr string) string { return strings.Replace(addr, "127.0.0.1:", "127.0.0.2:", 1) }
+func beside127(addr string) string { return strings.Replace(addr, "127.0.0.1:", "127.0.1.1:", 1) }
 
 // viaRelay is a consumer whose requests, but not its probes, go by a relay.
 func viaRelay(t testing.TB, c consumer) (consumer, *relay) {

@@ -193,6 +193,15 @@ func TestK3_APinnedServerIsNotFreedByAClient(t *testing.T) {
 	}
 }
 
+func TestK3_WhatBypassNamesIsPassedOnThoughItMayUnload(t *testing.T) {
+	t.Parallel()
+	s := start(t, uis("pin\nbypass POST /free"))
+	require.Less(t, s.askJSON("/comfyui/prompt", frees[0].workBody).status, 300)
+	s.nothingRuns()
+	require.Equal(t, 200, s.askJSON("/comfyui/free", frees[0].freeBody).status)
+	require.Equal(t, 1, s.servers["comfyui"].Stats().Unloads)
+}
+
 func TestK3_AServerThatAClientFreesGivesItsBookingBack(t *testing.T) {
 	t.Parallel()
 	s := start(t, uis(""))

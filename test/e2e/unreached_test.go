@@ -15,7 +15,7 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 )
 
-// full makes 127.0.0.2 with this port an address that takes no connection and refuses none, as that of a server that hangs,
+// full makes 127.0.1.1 with this port an address that takes no connection and refuses none, as that of a server that hangs,
 // until it is closed.
 func full(t *testing.T, port uint16) (closed func()) {
 	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
@@ -28,9 +28,9 @@ func full(t *testing.T, port uint16) (closed func()) {
 		open = false
 	}
 	t.Cleanup(closed)
-	require.NoError(t, syscall.Bind(fd, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 0, 2}, Port: int(port)}))
+	require.NoError(t, syscall.Bind(fd, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 1, 1}, Port: int(port)}))
 	require.NoError(t, syscall.Listen(fd, 0))
-	address := netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 2}), port).String()
+	address := netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 1, 1}), port).String()
 	for range 8 { // nobody accepts them: the kernel takes few
 		conn, err := net.DialTimeout("tcp", address, 200*time.Millisecond)
 		if err != nil {
