@@ -217,7 +217,7 @@ func TestHeartbeatsByTheWordStreamOfAJSONBody(t *testing.T) {
 	const ask = `{"messages":[{"role":"user","content":"say \"stream\":true"}],"model":"a","options":{"stream":true}`
 	whole := s.send("POST", "/a/v1/chat/completions", ask+`,"stream":false}`)
 	s.waitQueued("a", 1)
-	large := strings.Replace(ask, "say", strings.Repeat("say ", 100_000), 1) // read ahead in any case
+	large := strings.Replace(ask, "say", strings.Repeat("s", 400_000), 1) // a word, as each is an event of the answer
 	small := s.listen(t.Context(), "/a/v1/chat/completions", ask+`, "stream" : true }`, "Accept", "*/*")
 	small.opened("a")
 	small.comments("waiting for a, position 2")
