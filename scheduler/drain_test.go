@@ -120,7 +120,7 @@ func TestMaxRunLengthensTheDrain(t *testing.T) {
 			f.submit("b")
 			f.advance(11 * time.Minute)
 			require.False(t, f.slot("a").GateOpen)
-			end := f.decided("drain", "a").At.Add(max(longest, f.cfg.DrainTimeout))
+			end := f.decided("drain", "a").At.Add(max(longest+cutWait, f.cfg.DrainTimeout))
 			f.advance(end.Sub(f.now) - 1)
 			require.Empty(t, f.said("reopen"))
 			f.advance(1)

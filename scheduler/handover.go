@@ -13,6 +13,7 @@ const (
 	quiet        = 750 * time.Millisecond // no further rise of free memory for so long: what is back is back
 	blindWait    = time.Second            // how long freed memory is waited for without telemetry, or a look at it after a failed load
 	maxBackoff   = 60 * time.Second
+	cutWait      = 5 * time.Second  // a job that max_run ends is over so soon after
 	drainRetry   = 60 * time.Second // a slot that didn't drain is left alone for so long
 	failedLoadOO = 1                // loads that ran out of memory and are tried once more
 	partlyLoaded = 2                // loads that came only partly onto the GPU and are tried once more
@@ -100,9 +101,9 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 	case v.gate.idle && !s.idleOver(now, v): // used at the last instant, or reconfigured
 		s.reopen(now, v, "it is in use, or to stay, after all")
 		return
-	case s.due(now, v.gate.since.Add(max(s.cfg.DrainTimeout, v.cfg.MaxRun))): // with max_run its jobs are over by then
+	case s.due(now, v.gate.since.Add(s.drainTime(v))):
 		v.retryAt = now.Add(drainRetry)
-		s.reopen(now, v, fmt.Sprintf("its work did not end within drain_timeout %s", Rounded(max(s.cfg.DrainTimeout, v.cfg.MaxRun))))
+		s.reopen(now, v, fmt.Sprintf("its work did not end within drain_timeout %s", Rounded(s.drainTime(v))))
 		return
 	case t != nil && s.protects(t, v) != "": // by a configuration that came meanwhile
 		s.reopen(now, v, fmt.Sprintf("it is protected from %s by %s", t.cfg.Name, s.protects(t, v)))
@@ -119,6 +120,15 @@ func (s *State) proceedDrain(now time.Time, v *slot) {
 	if s.mayMove(v) {
 		s.stopNow(now, v)
 	}
+}
+
+// drainTime is how long the work of a slot is waited for whose gate is closed. With max_run its jobs are cut by then, the last of
+// them just before; that takes a moment.
+func (s *State) drainTime(v *slot) time.Duration {
+	if v.cfg.MaxRun == 0 {
+		return s.cfg.DrainTimeout
+	}
+	return max(s.cfg.DrainTimeout, v.cfg.MaxRun+cutWait)
 }
 
 // mayMove reports whether no other slot loads or unloads on the slot's GPUs (accounting §4).

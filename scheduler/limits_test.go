@@ -18,6 +18,7 @@ func TestLimitsAreThoseOfThePage(t *testing.T) {
 		"quiet":          quiet,
 		"flushWait":      flushWait,
 		"maxBackoff":     maxBackoff,
+		"cutWait":        cutWait,
 		"drainRetry":     drainRetry,
 		"failedLoadOO":   failedLoadOO,
 		"partlyLoaded":   partlyLoaded,
