@@ -10,17 +10,22 @@ import (
 	"github.com/gpu-broker/caddy-gpu-broker/internal/modelserver"
 )
 
-// K4: a body that names a model never falls to the default, or to a consumer's only model, because of its Content-Type:
-// many servers read JSON whatever it is called.
-func TestK4_JSONNamesItsModelWhateverItsContentTypeIsCalled(t *testing.T) {
-	t.Parallel()
-	s := start(t, layout{
+// soloByDefaultTTS is a site by whose one URL tts serves what names no model, beside an ollama that has solo, and other, which no line names.
+func soloByDefaultTTS() layout {
+	return layout{
 		Consumers: []consumer{
 			shelf("ollama", modelserver.Ollama, "vram 9GiB\nmodel solo", map[string]float64{"solo": 9, "other": 9}),
 			{Options: modelserver.Options{Name: "tts", VRAM: gib(12)}},
 		},
 		Routes: "handle {\ngpu_broker {\nmodel_from body\ndefault tts\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
-	})
+	}
+}
+
+// K4: a body that names a model never falls to the default, or to a consumer's only model, because of its Content-Type:
+// many servers read JSON whatever it is called.
+func TestK4_JSONNamesItsModelWhateverItsContentTypeIsCalled(t *testing.T) {
+	t.Parallel()
+	s := start(t, soloByDefaultTTS())
 	for _, kind := range []string{"application/octet-stream", "text/json", "application/x-ndjson", "text/html", "nonsense", "a/b; c=1; c=2"} {
 		for path, model := range map[string]string{"/api/generate": "solo", "/ollama/api/generate": "other"} {
 			s.post("/tts/", "x")
@@ -41,13 +46,7 @@ func TestK4_JSONNamesItsModelWhateverItsContentTypeIsCalled(t *testing.T) {
 // K4, H4: what a server may read, and the broker can't, falls neither to the default nor to a consumer's server.
 func TestK4_ABodyThatHidesItsModelIsRefused(t *testing.T) {
 	t.Parallel()
-	s := start(t, layout{
-		Consumers: []consumer{
-			shelf("ollama", modelserver.Ollama, "vram 9GiB\nmodel solo", map[string]float64{"solo": 9, "other": 9}),
-			{Options: modelserver.Options{Name: "tts", VRAM: gib(12)}},
-		},
-		Routes: "handle {\ngpu_broker {\nmodel_from body\ndefault tts\n}\nreverse_proxy {http.gpu_broker.upstream}\n}",
-	})
+	s := start(t, soloByDefaultTTS())
 	const object = `{"model":"other","prompt":"x","stream":false}`
 	const form = "--x\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nsolo\r\n--x--\r\n"
 	behindBlanks := strings.Repeat(" ", 1<<20+10) + object
