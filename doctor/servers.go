@@ -36,22 +36,33 @@ func (f *facts) strange(c *config.Consumer, id Identity) bool {
 	return c.Preset != "" && !presets.IsFile(c.Preset) && id.Engine != "" && !mayStandFor(c.Preset, id.Engine)
 }
 
+// listensElsewhere returns the fix for a consumer whose server was found at another address; empty: it was not.
+func (f *facts) listensElsewhere(c *config.Consumer) string {
+	e, ok := EngineOf(c.Preset)
+	if !ok {
+		return ""
+	}
+	at := f.elsewhere(e.Preset)
+	if at == "" {
+		return ""
+	}
+	return e.Title + " listens at " + at + ": write upstream " + at
+}
+
 func (f *facts) judgeProbe(c *config.Consumer, p probe, id Identity) (out []Finding) {
 	detail := p.report.Detail
 	switch p.report.Outcome {
 	case lifecycle.Refused:
-		what, mend := "nothing listens at "+c.Upstream, "start the server, or correct its upstream"
+		what, fix := "nothing listens at "+c.Upstream, "start the server, or correct its upstream"
 		if p.traits.Starts {
 			what = detail
 		}
-		if e, ok := EngineOf(c.Preset); ok {
-			if at := f.elsewhere(e.Preset); at != "" {
-				mend = "write upstream " + at + ": there is " + e.Title
-			} else if ports := listPorts(e.Ports()); ports != "" {
-				mend = "start the server, or correct its upstream; " + e.Title + " listens on port " + ports + " unless told otherwise"
-			}
+		if found := f.listensElsewhere(c); found != "" {
+			fix = found
+		} else if e, ok := EngineOf(c.Preset); ok && listPorts(e.Ports()) != "" {
+			fix += "; " + e.Title + " listens on port " + listPorts(e.Ports()) + " unless told otherwise"
 		}
-		out = append(out, f.about(Error, "server", c, "upstream").saying(what, mend))
+		out = append(out, f.about(Error, "server", c, "upstream").saying(what, fix))
 	case lifecycle.Wrong:
 		if p.traits.Starts {
 			if f.socketFault(c) {
@@ -60,19 +71,17 @@ func (f *facts) judgeProbe(c *config.Consumer, p probe, id Identity) (out []Find
 			out = append(out, f.about(Error, "server", c, protocolOf(f.site.Lifecycles[c.Name])).saying(detail, "see what it says; the unit or container must exist before Caddy can start it"))
 			break
 		}
-		mend := "see whether its upstream is right, and its health route"
+		fix := "see whether its upstream is right, and its health route"
 		if c.Preset == "" && id.Engine != "" {
-			mend = "it is " + titleOf(id.Engine) + ": write preset " + id.Engine
+			fix = "it is " + titleOf(id.Engine) + ": write preset " + id.Engine
 		}
-		out = append(out, f.about(Error, "server", c, "upstream").saying("it answers, but not as it should: "+detail, mend))
+		out = append(out, f.about(Error, "server", c, "upstream").saying("it answers, but not as it should: "+detail, fix))
 	case lifecycle.Unreachable:
-		mend := "correct its upstream, or the name server or route that leads there"
-		if e, ok := EngineOf(c.Preset); ok {
-			if at := f.elsewhere(e.Preset); at != "" {
-				mend = "write upstream " + at + ": there is " + e.Title
-			}
+		fix := "correct its upstream, or fix DNS or routing on this machine"
+		if found := f.listensElsewhere(c); found != "" {
+			fix = found
 		}
-		out = append(out, f.about(Error, "server", c, "upstream").saying("it can't be reached: "+detail, mend))
+		out = append(out, f.about(Error, "server", c, "upstream").saying("it can't be reached: "+detail, fix))
 	case lifecycle.TimedOut:
 		out = append(out, f.about(Warning, "server", c, "upstream").saying("it does not answer in time: "+detail,
 			"it may be computing or loading; if it always is so slow, raise probe_timeout, and see whether a firewall drops the connection"))
@@ -163,19 +172,19 @@ func judgeListeners(f *facts) (out []Finding) {
 				continue
 			}
 			who := l.whose()
-			mend := "let it listen on 127.0.0.1 alone"
+			fix := "let it listen on 127.0.0.1 alone"
 			if e, ok := EngineOf(c.Preset); ok && e.Bind != "" {
-				mend += ": " + e.Bind
+				fix += ": " + e.Bind
 			}
 			if who.name == "docker-proxy" || who.name == "rootlessport" {
-				mend = "publish no port, or on this machine alone: 127.0.0.1:" + port + ":" + port
+				fix = "publish no port, or on this machine alone: 127.0.0.1:" + port + ":" + port
 			}
 			where := "on " + address.String()
 			if address.IsUnspecified() {
 				where = "on all addresses"
 			}
 			out = append(out, f.about(Warning, "listeners", c, "upstream").saying(
-				"it listens "+where+", port "+port+": clients can bypass the broker", mend+"; or close the port with a firewall"))
+				"it listens "+where+", port "+port+": clients can bypass the broker", fix+"; or close the port with a firewall"))
 			break
 		}
 	}
