@@ -54,8 +54,8 @@ func pinging(t *testing.T) string {
 		}
 		defer func() { _ = conn.CloseNow() }()
 		conn.SetReadLimit(1 << 20)
-		ended := make(chan struct{})
-		defer close(ended)
+		ctx, ended := context.WithCancel(context.Background())
+		defer ended()
 		var ping sync.Once
 		for {
 			kind, text, err := conn.Read(context.Background())
@@ -64,15 +64,8 @@ func pinging(t *testing.T) string {
 			}
 			ping.Do(func() {
 				go func() {
-					for {
-						select {
-						case <-ended:
-							return
-						case <-time.After(50 * time.Millisecond):
-							ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
-							_ = conn.Ping(ctx)
-							cancel()
-						}
+					for conn.Ping(ctx) == nil { // no shorter context: one that ends during a write closes the connection
+						time.Sleep(50 * time.Millisecond) // the server's pace is what is tested
 					}
 				}()
 			})
