@@ -103,11 +103,11 @@ func (j *job) Write(p []byte) (int, error) {
 	if j.status == 0 {
 		j.begin(http.StatusOK)
 	}
+	j.writes.Add(1) // before it looks: who cuts looks in the other order
+	defer j.writes.Add(1)
 	if j.isCut.Load() {
 		return 0, errCut
 	}
-	j.writes.Add(1)
-	defer j.writes.Add(1)
 	if j.tunnel.Load() {
 		j.out.add(p)
 	}
@@ -124,11 +124,11 @@ func (j *job) ReadFrom(r io.Reader) (int64, error) {
 
 // FlushError sends what was written, which waits for the client as a write does.
 func (j *job) FlushError() error {
+	j.writes.Add(1)
+	defer j.writes.Add(1)
 	if j.isCut.Load() {
 		return errCut
 	}
-	j.writes.Add(1)
-	defer j.writes.Add(1)
 	return http.NewResponseController(j.ResponseWriter).Flush()
 }
 

@@ -158,6 +158,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 	if limit > 0 {
 		ctx, cancel := context.WithTimeoutCause(inner.Context(), limit, errMaxRun)
 		defer cancel()
+		defer j.cutAtEnd(ctx)()
 		inner = inner.WithContext(ctx)
 	}
 	ranOut := func() bool { return limit > 0 && errors.Is(context.Cause(inner.Context()), errMaxRun) }
@@ -202,6 +203,26 @@ var (
 	errMaxRun = errors.New("the request has run for max_run")
 	errCut    = errors.New("the connection was cut")
 )
+
+// cutAtEnd lets nothing more be written once ctx has ended because the request has run for max_run, and ends a write that is
+// under way then: a client that takes nothing would hold the GPU. Until release is called, which every run must do.
+func (j *job) cutAtEnd(ctx context.Context) (release func()) {
+	client, done := j.client(), make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(done)
+		if !errors.Is(context.Cause(ctx), errMaxRun) {
+			return
+		}
+		if j.isCut.Store(true); j.writes.Load() > 0 { // else it may be told why
+			_ = client.SetWriteDeadline(past)
+		}
+	})
+	return func() {
+		if !stop() {
+			<-done // the connection, and j, may serve another request next
+		}
+	}
+}
 
 // brokeOff reports whether the request to the server ended before its answer did, because its client left or we ended it.
 func (j *job) brokeOff(inner *http.Request, completed bool) bool {

@@ -466,40 +466,140 @@ func TestAStartedServerThatIsNotProbedIsNotSuspected(t *testing.T) {
 	f.requireRunning(f.submit("a"))
 }
 
-// As a container that was stopped, or one whose name is not found for a moment.
-func TestAServerThatCanNotBeReachedIsIdleOnceItsWorkHasEnded(t *testing.T) {
-	unreachable := func(f *fixture, name string) {
-		f.advance(time.Second)
-		f.step(Probed{Slot: name, Sent: f.now, Outcome: ProbeUnreachable, Detail: "no such host"})
+// A container that was stopped has no name any more, and connections to its address end in a time-out.
+func TestAServerThatAnswersNoProbeIsIdleOnceItsMemoryIsFree(t *testing.T) {
+	fail := map[string]func(f *fixture){
+		"no such host": func(f *fixture) {
+			f.step(Probed{Slot: "a", Sent: f.now, Outcome: ProbeWrong, Detail: "no such host"})
+		},
+		"three time-outs": func(f *fixture) {
+			for range healthTimeouts {
+				f.probeTimesOut("a")
+			}
+		},
+	}
+	fails := func(t *testing.T, test func(t *testing.T, fail func(f *fixture))) {
+		for name, fail := range fail {
+			t.Run(name, func(t *testing.T) { test(t, fail) })
+		}
 	}
 	t.Run("it was stopped", func(t *testing.T) {
-		f := given(t, 16384, server("a", 10000), server("b", 10000))
-		f.warm("a", 10000)
-		f.use(-10000)
-		unreachable(f, "a")
-		b := f.submit("b")
-		f.look(time.Second)
-		f.loaded("b")
-		f.requireRunning(b)
+		fails(t, func(t *testing.T, fail func(f *fixture)) {
+			f := given(t, 16384, server("a", 10000), server("b", 10000))
+			f.use(4000)
+			f.warm("a", 10000)
+			f.look(time.Second)
+			f.probe("a", NotTold)
+			f.use(-10000)
+			f.look(time.Second)
+			fail(f)
+			f.look(time.Second)
+			f.requireState("a", Idle)
+			b := f.submit("b")
+			f.loaded("b")
+			f.requireRunning(b)
+			require.Empty(t, f.unloads)
+		})
+	})
+	t.Run("it was stopped as another waited", func(t *testing.T) {
+		fails(t, func(t *testing.T, fail func(f *fixture)) {
+			f := given(t, 16384, server("a", 10000), server("b", 10000))
+			f.warm("a", 10000)
+			f.look(time.Second)
+			f.submit("b")
+			f.requireState("a", Stopping)
+			f.step(UnloadDone{Slot: "a", Epoch: f.epochs["a"], Err: "no such host"})
+			f.requireState("a", Ready)
+			f.use(-10000)
+			f.advance(time.Millisecond)
+			fail(f)
+			f.sample()
+			f.requireState("b", Loading)
+		})
 	})
 	t.Run("it lives, loaded", func(t *testing.T) {
-		f := given(t, 16384, server("a", 10000), server("b", 10000))
-		f.warm("a", 10000)
-		unreachable(f, "a")
-		f.submit("b")
-		f.look(5 * time.Second)
-		f.requireState("b", Idle)
-		f.probe("a", Yes)
-		f.requireState("a", Ready)
+		fails(t, func(t *testing.T, fail func(f *fixture)) {
+			f := given(t, 16384, server("a", 10000, healthAlone), server("b", 10000))
+			f.use(6000) // a game
+			f.warm("a", 10000)
+			f.look(time.Second)
+			f.use(-6000) // its end
+			f.look(time.Second)
+			f.probe("a", NotTold)
+			f.look(time.Second)
+			fail(f)
+			f.look(time.Minute)
+			f.requireState("a", Ready)
+			f.probe("a", NotTold)
+			f.requireRunning(f.submit("a"))
+		})
+	})
+	t.Run("it lives, and takes less than it claims", func(t *testing.T) {
+		fails(t, func(t *testing.T, fail func(f *fixture)) {
+			f := given(t, 16384, server("a", 12000, healthAlone), server("b", 10000))
+			f.warm("a", 5000)
+			f.look(time.Second)
+			fail(f)
+			f.look(time.Minute)
+			f.requireState("a", Ready)
+		})
+	})
+	t.Run("GPU memory can't be read", func(t *testing.T) {
+		fails(t, func(t *testing.T, fail func(f *fixture)) {
+			f := given(t, 16384, server("a", 10000, healthAlone), server("b", 10000))
+			f.cards[0].Known, f.cards[0].Free, f.cards[0].Reason = false, 0, "not readable"
+			f.sample()
+			f.warm("a", 0)
+			f.look(time.Second)
+			fail(f)
+			f.look(time.Minute)
+			f.requireState("a", Ready)
+		})
 	})
 	t.Run("it works on", func(t *testing.T) {
-		f := given(t, 24576, server("a", 10000, worksOn), server("next", 4000))
-		f.warm("next", 4000)
-		f.warm("a", 10000)
-		f.leaves(f.submit("a"), NoAnswer)
-		n := f.submit("next")
-		unreachable(f, "a")
-		f.requireState("a", Ready)
-		f.requireWaiting(n)
+		fails(t, func(t *testing.T, fail func(f *fixture)) {
+			f := given(t, 24576, server("a", 10000, worksOn), server("next", 4000))
+			f.warm("next", 4000)
+			f.warm("a", 10000)
+			f.leaves(f.submit("a"), NoAnswer)
+			n := f.submit("next")
+			f.use(-10000) // it may take that anew
+			fail(f)
+			f.look(time.Second)
+			f.requireState("a", Ready)
+			f.requireWaiting(n)
+		})
+	})
+	t.Run("a load that was given up goes on", func(t *testing.T) {
+		fails(t, func(t *testing.T, fail func(f *fixture)) {
+			f := given(t, 16384, server("a", 10000), server("b", 10000))
+			a := f.submit("a")
+			f.use(2000)
+			f.cancel(a)
+			f.submit("b")
+			for range 20 {
+				f.look(time.Second)
+				if f.slot("a").State == Stopping {
+					f.step(UnloadDone{Slot: "a", Epoch: f.epochs["a"], Err: "no such host"})
+					f.advance(time.Millisecond)
+					fail(f)
+				}
+			}
+			f.requireState("b", Idle)
+		})
+	})
+	t.Run("another gives its memory back just now", func(t *testing.T) {
+		fails(t, func(t *testing.T, fail func(f *fixture)) {
+			f := given(t, 24576, server("a", 6000, healthAlone), server("other", 10000), server("b", 16000))
+			f.warm("a", 6000)
+			f.warm("other", 10000)
+			f.look(time.Second)
+			fail(f)
+			f.submit("b")
+			f.requireState("other", Stopping)
+			f.use(-9500)
+			f.look(100 * time.Millisecond)
+			f.requireState("a", Ready)
+		})
 	})
 }

@@ -61,6 +61,33 @@ func (s *State) processEnded(now time.Time, sl *slot, why string) {
 	sl.returns = returns
 }
 
+// endedUnseen takes a slot for gone whose server answers no probe, though none was refused, as soon as three quarters of what it
+// is booked for are seen to be free: a container that was stopped, say, has no name and no address any more. A server that hangs,
+// or whose name is not found for a moment, keeps its memory, and stays as it is. It reports whether the slot is gone.
+func (s *State) endedUnseen(now time.Time, sl *slot) (gone bool) {
+	if sl.health != healthBad || sl.state != Ready || sl.busy() || sl.cfg.Starts || sl.cfg.Cloud || sl.cfg.TurnOnly || s.cfg.Mode != Evicting {
+		return false
+	}
+	gone = len(sl.on) > 0
+	all := s.cards(sl, func(c *card, h *holding) {
+		l, at := s.ledger(c, sl)
+		most := l.Used
+		for i, seen := range l.Seen {
+			if i != at {
+				most -= seen
+			}
+		}
+		if h.foreign != unseen { // else outsiders may have had nothing
+			most -= h.foreign
+		}
+		gone = gone && c.Known && s.transition(c.Index) == nil && h.booking > 0 && 4*most <= h.booking
+	})
+	if gone = gone && all; gone {
+		s.processEnded(now, sl, "its server does not answer, and its memory is free")
+	}
+	return gone
+}
+
 // comeBack counts a slot as loaded again whose process has ended, once half of its claim is seen to be taken since.
 // If its server is probed, that must answer. It reports whether the slot is back.
 func (s *State) comeBack(now time.Time, sl *slot) (back bool) {

@@ -77,7 +77,7 @@ func (w *world) probe(sv *simServer) {
 	case !sv.alive && sv.cfg.Starts && w.chance(80):
 		p.Stopped, p.Loaded = true, No
 	case !sv.alive && !sv.cfg.Starts && w.chance(30):
-		p.Outcome, p.Detail = ProbeUnreachable, "no such host"
+		p.Outcome, p.Detail = ProbeWrong, "no such host"
 	case !sv.alive:
 		p.Outcome, p.Detail = ProbeRefused, "connection refused"
 	case sv.hung && !w.calm, w.hazard(w.shape.failures, 3):

@@ -200,6 +200,8 @@ func (c *checker) edge(sl *slot, effects []Effect) {
 			why = was.state == Ready || was.state == Unknown || was.state == Stopping
 		case LoadDone:
 			why = was.state == Loading || was.state == Stopping
+		case Sampled: // its server does not answer, and its memory is free
+			why = was.state == Stopping || was.health == healthBad && was.state == Ready
 		default:
 			why = was.state == Stopping
 		}

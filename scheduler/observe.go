@@ -155,11 +155,6 @@ func (s *State) probed(now time.Time, e Probed) {
 		}
 	case ProbeWrong:
 		s.sick(sl, now, e.Detail)
-	case ProbeUnreachable: // a container that was stopped looks so. What it holds counts until it is seen to be free
-		s.sick(sl, now, e.Detail)
-		if (sl.state == Ready || sl.state == Unknown) && !sl.busy() {
-			s.processEnded(now, sl, "its server can't be reached")
-		}
 	case ProbeRefused:
 		s.sick(sl, now, e.Detail)
 		s.nobodyListens(now, sl, "its server does not listen any more")
@@ -204,6 +199,13 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 		} else {
 			s.vanish(now, sl, "its server says that it is not loaded any more")
 		}
+	}
+	if sl.state == Ready {
+		s.cards(sl, func(c *card, h *holding) {
+			if c.Known && s.transition(c.Index) == nil {
+				h.foreign = s.outsiders(c)
+			}
+		})
 	}
 	if e.Resident > 0 && sl.state == Ready {
 		for _, h := range sl.on { // its word may raise a booking, never lower it
@@ -278,7 +280,7 @@ func (s *State) sample(now time.Time, e Sampled) {
 	}
 	back := false
 	for _, sl := range s.slots {
-		back = s.comeBack(now, sl) || back
+		back = s.comeBack(now, sl) || s.endedUnseen(now, sl) || back
 	}
 	if back || s.waiting > 0 || s.unsettled() || s.lending || len(s.cfg.Restore) > 0 { // a lent GPU may have another index, one that is idle more memory
 		s.pump(now)

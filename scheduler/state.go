@@ -190,7 +190,7 @@ type holding struct {
 	base     gpu.Bytes // seen amount when the residue began …
 	baseFree gpu.Bytes // … and what was free and foreign then
 	baseOut  gpu.Bytes
-	foreign  gpu.Bytes // IDLE and lazy: the least that outsiders held since it was last unloaded
+	foreign  gpu.Bytes // IDLE and lazy: the least that outsiders held since it was last unloaded; READY: what they held when its server last answered a probe
 	kept     gpu.Bytes // residue before the unload of another began on this GPU
 	known    gpu.Bytes // residue after the last unload; -1: never unloaded
 	loadFree gpu.Bytes // free when its load began

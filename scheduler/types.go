@@ -279,7 +279,6 @@ const (
 	ProbeAnswered ProbeOutcome = iota
 	ProbeRefused
 	ProbeWrong
-	ProbeUnreachable // no way leads to the server, or its name is not known
 	ProbeTimedOut
 )
 

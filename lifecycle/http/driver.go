@@ -124,7 +124,7 @@ func (d *driver) probe(ctx context.Context) (report lifecycle.Report, loading []
 	said, err := d.health(ctx, end)
 	if err != nil {
 		report.Outcome, report.Detail = outcomeOf(err), err.Error()
-		if report.Outcome == lifecycle.Refused {
+		if report.Outcome == lifecycle.Refused || report.Outcome == lifecycle.Unreachable { // of a container that was stopped the name is gone, too
 			d.last.forget() // it starts loaded
 		}
 		return report, nil

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/zap"
 	"golang.org/x/net/dns/dnsmessage"
 
 	"github.com/gpu-broker/caddy-gpu-broker/lifecycle"
@@ -111,4 +112,16 @@ func TestANameThatIsNotFoundIsUnreachableAndNotRefused(t *testing.T) {
 	require.Equal(t, lifecycle.Unreachable, outcomeOf(err))
 	require.ErrorIs(t, err, lifecycle.ErrUnreachable)
 	require.NotErrorIs(t, err, lifecycle.ErrRefused)
+}
+
+// Of a container that was stopped the name is gone, too. When it runs again it has loaded, as a1111 does at its start.
+func TestARememberedUnloadIsForgottenOnceItsServerIsGone(t *testing.T) {
+	resolve(t)
+	for upstream, want := range map[string]lifecycle.Outcome{"other.test:80": lifecycle.Unreachable, "127.0.0.1:1": lifecycle.Refused} {
+		d := newDriver(&plan{remember: true, secrets: new(secretSet).redactor()},
+			lifecycle.Deps{Upstream: upstream, Consumer: "a", Logger: zap.NewNop(), Limits: lifecycle.NewLimits(0, 0)})
+		d.last.note()
+		require.Equal(t, want, d.Probe(t.Context()).Outcome)
+		require.False(t, d.last.unloaded(), want)
+	}
 }

@@ -3,6 +3,8 @@ package e2e
 import (
 	"context"
 	"fmt"
+	"io"
+	"net/http"
 	"strings"
 	"testing"
 	"time"
@@ -128,6 +130,20 @@ func TestMaxRunCutsAStreamAndFreesItsPlaceAndTheLock(t *testing.T) {
 			require.EqualValues(t, 2+3*3+1, s.metric(`run_seconds_count{consumer="a"}`)+s.metric(`run_seconds_count{consumer="b"}`)+s.metric(`run_seconds_count{consumer="c"}`), "each ran once")
 		})
 	}
+}
+
+func TestMaxRunEndsAnAnswerOfWhichTheClientTakesNothing(t *testing.T) {
+	t.Parallel()
+	versions(t, func(t *testing.T, https bool, client func(s *site) *http.Client) {
+		s := start(t, layout{HTTPS: https, Global: "max_run 1s\nstall_timeout 0", Consumers: []consumer{plainModel("hog", 10), plainModel("other", 10)}})
+		resp := s.unread(client(s), "/hog/audio/big?bytes=200000000")
+		require.Equal(t, 200, resp.StatusCode)
+		began := time.Now()
+		require.Equal(t, 200, s.post("/other/work", "mine").status)
+		require.Less(t, time.Since(began), 1*time.Second+late)
+		_, err := io.Copy(io.Discard, resp.Body)
+		require.Error(t, err, "what is cut must not look whole")
+	})
 }
 
 func TestMaxRunCountsNeitherTheQueueNorTheLoad(t *testing.T) {
