@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -249,13 +250,52 @@ func TestWithoutAnUpstreamAnyRefusalIsTheServers(t *testing.T) {
 	}
 }
 
-func TestAnAddressMayBeThatOfANamedUpstream(t *testing.T) {
-	for upstream, want := range map[string]bool{
-		"ollama:11434": true, "ollama:11435": false, "10.0.0.8:11434": false, "10.0.0.7:11434": true, "localhost:11434": false, "": true,
+// The site may resolve the name by itself, as by `dynamic a`, or ask another server that has the same port.
+func TestAnAddressThatRefusesMayBeThatOfANamedUpstream(t *testing.T) {
+	_, r := request("GET", "/work")
+	for upstream, want := range map[string]scheduler.Outcome{
+		"ollama:11434": scheduler.Unreached, "ollama:11435": scheduler.NoAnswer, "10.0.0.8:11434": scheduler.NoAnswer, "10.0.0.7:11434": scheduler.DialRefused,
+		"localhost:11434": scheduler.NoAnswer, "": scheduler.DialRefused,
 	} {
 		j := &job{target: &target{}, repl: caddy.NewReplacer(), lease: broker.Lease{Upstream: upstream}}
 		j.repl.Set("http.reverse_proxy.upstream.hostport", "10.0.0.7:11434")
-		require.Equal(t, want, j.wentToServer(), upstream)
+		refused := refusedBy(syscall.ECONNREFUSED)
+		require.Equal(t, want, j.outcome(r, refused, true, false), upstream)
+		require.Equal(t, want == scheduler.DialRefused, j.unreached(r, refused), upstream)
+	}
+}
+
+// reverse_proxy repeats a GET also after it was sent, and what lb_retry_match names.
+func TestARequestThatAnEarlierTryMayHaveSentIsNotRunAgain(t *testing.T) {
+	h := newHandler(t)
+	for name, c := range map[string]struct {
+		body          string
+		reads         bool
+		retries       int
+		asked, status int
+	}{
+		"one try":                         {asked: 2, status: 503},
+		"a GET":                           {retries: 1, asked: 1, status: 502},
+		"a body":                          {body: "x", retries: 1, asked: 2, status: 503},
+		"a body that something has taken": {body: "x", reads: true, retries: 1, asked: 1, status: 502},
+		"one try that has taken the body": {body: "x", reads: true, asked: 2, status: 503},
+	} {
+		w, r := request("GET", "/work")
+		if c.body != "" {
+			r.Method, r.Body, r.ContentLength = "POST", io.NopCloser(strings.NewReader(c.body)), int64(len(c.body))
+		}
+		asked := 0
+		require.NoError(t, h.ServeHTTP(w, r, caddyhttp.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) error {
+			asked++
+			if c.reads {
+				_, err := io.ReadAll(r.Body)
+				require.NoError(t, err)
+			}
+			r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer).Set("http.reverse_proxy.retries", c.retries)
+			return refusedBy(syscall.ECONNREFUSED)
+		})), name)
+		require.Equal(t, c.asked, asked, name)
+		require.Equal(t, c.status, w.Code, name)
 	}
 }
 

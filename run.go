@@ -18,6 +18,7 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/config"
+	"github.com/gpu-broker/caddy-gpu-broker/routing"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -40,9 +41,9 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 			return err
 		case refusedDial(err) && j.misrouted() != nil:
 			return j.fail(j.ResponseWriter, r, j.misrouted())
-		case j.unreached(err) && attempt == 1 && !j.upload.begun() && r.Context().Err() == nil:
+		case j.unreached(r, err) && attempt == 1 && !j.upload.begun() && r.Context().Err() == nil:
 			continue // nothing was sent: its state is taken anew, and the job is admitted once more
-		case j.unreached(err):
+		case j.unreached(r, err):
 			return j.fail(j.ResponseWriter, r, unhealthy(j.target.name, err))
 		default:
 			return j.fail(j.ResponseWriter, r, err)
@@ -180,7 +181,7 @@ func (j *job) run(r *http.Request, next caddyhttp.Handler) (err error) {
 		if outcome == scheduler.Accepted && len(j.said) > 0 {
 			j.lease.Track(j.said)
 		}
-		ended := j.lease.End(outcome, j.brokeOff(inner, completed) || j.gaveUp(err))
+		ended := j.lease.End(outcome, j.brokeOff(inner, completed) || j.gaveUp(r, err))
 		j.leased = false
 		j.target.ran.Observe(ended.Sub(j.lease.Began).Seconds())
 		j.spans(r.Context(), j.lease.Began, ended)
@@ -237,13 +238,15 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 		return scheduler.Served // it ended in the middle of the answer, and not by its server
 	case !completed && !cutByUs:
 		return scheduler.ServerDied
-	case refusedDial(err) && (j.misrouted() != nil || !j.unreached(err)):
+	case refusedDial(err) && j.misrouted() == nil && !j.mayBeAtWork(r) && j.mayBeNamed():
+		return scheduler.Unreached
+	case refusedDial(err) && (j.misrouted() != nil || !j.unreached(r, err)):
 		return scheduler.NoAnswer // that tells nothing of its server
 	case refusedDial(err) && !left && j.nobodyListens(err):
 		return scheduler.DialRefused
 	case refusedDial(err):
 		return scheduler.Unreached // its server may be there, and hang
-	case cutByUs && (!completed || err != nil && !left && j.status == 0), err != nil && ours(err), j.gaveUp(err):
+	case cutByUs && (!completed || err != nil && !left && j.status == 0), err != nil && ours(err), j.gaveUp(r, err):
 		return scheduler.NoAnswer
 	case err != nil && !left && j.status == 0:
 		return scheduler.ServerDied
@@ -256,18 +259,21 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 	}
 }
 
-// gaveUp reports whether reverse_proxy broke the request off by a time-out of its own (response_header_timeout, read_timeout): its
-// server may work on. One in the middle of an answer can't be told from a server that died.
-func (j *job) gaveUp(err error) bool {
+// gaveUp reports whether reverse_proxy broke the request off, so that its server may work on: by a time-out of its own
+// (response_header_timeout, read_timeout), or in an earlier try than the last. A time-out in the middle of an answer can't be told
+// from a server that died.
+func (j *job) gaveUp(r *http.Request, err error) bool {
 	if err == nil || j.status != 0 {
 		return false
 	}
+	return refusedDial(err) && j.triedBefore(r) || timedOut(err) && (j.wentToServer() || j.triedBefore(r))
+}
+
+// timedOut reports whether a request failed of a time-out of reverse_proxy's before its answer.
+func timedOut(err error) bool {
 	var caddys caddyhttp.HandlerError
 	var inNet net.Error
-	if !errors.As(err, &caddys) || caddys.StatusCode != http.StatusGatewayTimeout {
-		return false
-	}
-	return errors.As(caddys.Err, &inNet) && inNet.Timeout() && j.wentToServer()
+	return errors.As(err, &caddys) && caddys.StatusCode == http.StatusGatewayTimeout && errors.As(caddys.Err, &inNet) && inNet.Timeout()
 }
 
 // refusedDial reports whether nothing was sent, as no connection came about.
@@ -280,7 +286,20 @@ func refusedDial(err error) bool {
 }
 
 // unreached reports whether the job's own server took no connection, so that nothing was sent to it.
-func (j *job) unreached(err error) bool { return refusedDial(err) && j.wentToServer() && !j.answered() }
+func (j *job) unreached(r *http.Request, err error) bool {
+	return refusedDial(err) && j.wentToServer() && !j.mayBeAtWork(r)
+}
+
+// mayBeAtWork reports whether some server may have got the request in this attempt, though the last connection failed.
+func (j *job) mayBeAtWork(r *http.Request) bool { return j.answered() || j.triedBefore(r) }
+
+// triedBefore reports whether reverse_proxy may have sent the request before its last try: it repeats a GET, and what
+// lb_retry_match names, wherever it failed, and any request of which no connection came about.
+func (j *job) triedBefore(r *http.Request) bool {
+	retries, _ := j.repl.Get("http.reverse_proxy.retries")
+	n, _ := retries.(int)
+	return n > 0 && (!hasBody(r) || routing.Begun(r.Body) || j.upload.begun())
+}
 
 // answerTime is a placeholder that reverse_proxy sets once a server has answered, whatever the site then does with the answer.
 const answerTime = "http.reverse_proxy.upstream.latency"
@@ -296,17 +315,18 @@ func (j *job) answered() bool {
 // site, such as that of forward_auth. A consumer without an upstream doesn't tell where its server is: there any address may be.
 func (j *job) wentToServer() bool {
 	dialled, ok := j.repl.GetString("http.reverse_proxy.upstream.hostport")
-	return !ok || j.lease.Upstream == "" || config.ServerAddress(dialled) == config.ServerAddress(j.lease.Upstream) || mayBeNamed(dialled, j.lease.Upstream)
+	return !ok || j.lease.Upstream == "" || config.ServerAddress(dialled) == config.ServerAddress(j.lease.Upstream)
 }
 
-// mayBeNamed reports whether an upstream may be a name of the address that was dialled, as where the site resolves it by itself (`dynamic a`).
-func mayBeNamed(dialled, upstream string) bool {
+// mayBeNamed reports whether the job's upstream may be a name of the address that was dialled last, as where the site resolves it by
+// itself (`dynamic a`). It may as well be another server's, which uses the same port: only a probe tells.
+func (j *job) mayBeNamed() bool {
+	dialled, _ := j.repl.GetString("http.reverse_proxy.upstream.hostport")
 	address, err := netip.ParseAddrPort(dialled)
-	host, port, _ := net.SplitHostPort(upstream)
-	if _, isAddress := netip.ParseAddr(host); err != nil || isAddress == nil || config.IsOwnHost(host) {
-		return false
-	}
-	return port == strconv.Itoa(int(address.Port()))
+	host, name, _ := net.SplitHostPort(j.lease.Upstream)
+	port, _ := net.LookupPort("tcp", name)
+	_, isName := netip.ParseAddr(host)
+	return err == nil && isName != nil && !config.IsOwnHost(host) && port == int(address.Port())
 }
 
 // nobodyListens reports whether a connection failed because no process listens at the server's address. DialError shows no

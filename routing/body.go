@@ -396,6 +396,17 @@ func (r *bodyReader) again(y *Body) bool {
 	return true
 }
 
+// Begun reports whether somebody has begun to read a body that was read ahead. It is false for any other.
+func Begun(body io.Reader) bool {
+	r, ok := body.(*bodyReader)
+	if !ok {
+		return false
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.begun
+}
+
 // Unread returns a copy of what a body that was read ahead will read, and leaves it unread. Nil: it is none, or a
 // large one, or somebody has begun to read it.
 func Unread(body io.Reader) []byte {

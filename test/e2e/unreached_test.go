@@ -3,6 +3,8 @@ package e2e
 import (
 	"io"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"net/netip"
 	"path/filepath"
 	"strings"
@@ -102,6 +104,48 @@ func TestAServerThatReverseProxyGivesUpIsNotTakenForIdleWhileItWorksOn(t *testin
 	end()
 	s.ok(speech)
 	require.Empty(t, modelserver.Overlap(s.servers["a"], s.servers["b"]))
+}
+
+// The usual fail-over: the own server is asked first and given up while it works, and the second is down, or hangs.
+func TestAServerThatIsGivenUpBeforeASecondUpstreamFailsWorksOn(t *testing.T) {
+	t.Parallel()
+	hangs := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }))
+	t.Cleanup(hangs.Close)
+	for name, second := range map[string]string{"refuses": freeAddr(t), "hangs": hangs.Listener.Addr().String()} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			a, b := plainModel("a", 9, busyPlain), plainModel("b", 3)
+			a.WorksOn = true
+			a.Proxy = "reverse_proxy {http.gpu_broker.upstream} " + second +
+				" {\nlb_policy first\nlb_retries 1\nfail_duration 10s\ntransport http {\nresponse_header_timeout 300ms\n}\n}"
+			s := start(t, layout{Consumers: []consumer{a, b}})
+			s.serve("b")
+			end := s.holdWork("a")
+			require.GreaterOrEqual(t, s.get("/a/synthesize").status, 502)
+			s.working("a")
+			speech := s.send("POST", "/b/synthesize", "hello")
+			s.waitQueued("b", 1)
+			end()
+			s.ok(speech)
+			require.Empty(t, modelserver.Overlap(s.servers["a"], s.servers["b"]))
+		})
+	}
+}
+
+func TestARequestWhoseFirstTryReachedItsServerIsAdmittedOnce(t *testing.T) {
+	t.Parallel()
+	a, closed := viaRelay(t, plainModel("a", 9))
+	a.Proxy = strings.Replace(a.Proxy, "transport http", "lb_retries 1\ntransport http", 1)
+	s := start(t, layout{Global: "probe_interval 10m", Consumers: []consumer{a}})
+	s.serve("a")
+	end := s.holdWork("a")
+	defer end()
+	asks := s.send("GET", "/a/synthesize", "")
+	s.working("a")
+	jobs := s.status().Scheduler.TotalJobs
+	closed.close()
+	require.Equal(t, 502, s.await(asks).status)
+	require.Equal(t, jobs, s.status().Scheduler.TotalJobs)
 }
 
 func TestAServerThatReverseProxyHoldsForDownIsUnhealthyAndNotDead(t *testing.T) {
