@@ -42,6 +42,7 @@ type Handler struct {
 	sources      *routing.Sources   // where the requests of a consumer without models name one that is sent as another; nil: it isn't looked for
 	targets      map[string]*target // every consumer
 	plan         *routing.Plan      // what to look for in bodies; nil: nothing
+	pinnedOnly   bool               // … which matters only while the route's model, or a fallback's, is pinned
 	priorityText string             // with placeholders; empty: it is the target's
 	maxBody      int64
 	headers      bool
@@ -111,8 +112,9 @@ func (h *Handler) provisionTargets() (err error) {
 	if h.StreamBody && len(changed) > 0 {
 		return errors.New("stream_body passes bodies on unread, but set, default and strip of a model must change them: leave one of them out")
 	}
-	pinned, sure := h.pinnedFields()
-	if h.ReadsBody() || len(fields) > 0 || len(changed) > 0 || sure && !h.StreamBody {
+	pinned := h.pinnedFields()
+	h.pinnedOnly = !h.ReadsBody() && len(fields)+len(changed) == 0
+	if !h.pinnedOnly || len(pinned) > 0 && !h.StreamBody {
 		h.plan, err = routing.NewPlan(fields, h.Metadata, h.TrustBody)
 	}
 	if err == nil && h.plan != nil {
@@ -152,19 +154,16 @@ func (h *Handler) changedFields() (fields []string) {
 	return slices.Compact(fields)
 }
 
-// pinnedFields are the fields of JSON that get a value at pinned models of the route's consumers. sure: the configuration pins one of
-// them as a whole, so that bodies are looked into for that alone.
-func (h *Handler) pinnedFields() (fields []string, sure bool) {
+// pinnedFields are the fields of JSON that get a value at pinned models of the route's consumers.
+func (h *Handler) pinnedFields() (fields []string) {
 	for name, t := range h.targets {
-		if h.Consumer != "" && name != h.Consumer && !slices.Contains(h.targets[h.Consumer].candidates, name) {
-			continue
-		}
-		for _, f := range t.sent.pinned {
-			fields = append(fields, f.Name)
-			sure = sure || h.app.consumer(name).Pin
+		if h.Consumer == "" || name == h.Consumer || slices.Contains(h.targets[h.Consumer].candidates, name) {
+			for _, f := range t.sent.pinned {
+				fields = append(fields, f.Name)
+			}
 		}
 	}
-	return fields, sure
+	return fields
 }
 
 // folds reports whether a server that may get the route's requests takes fields of JSON in any case.

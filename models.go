@@ -154,7 +154,7 @@ func (j *job) checkCase(t *target) error {
 func (j *job) find(r *http.Request) (*target, error) {
 	h, m := j.handler, j.handler.byModel
 	cheap := r.Method == http.MethodOptions || r.Method == http.MethodHead
-	if h.plan != nil && hasBody(r) && !cheap {
+	if h.plan != nil && !h.pinnedOnly && hasBody(r) && !cheap {
 		if err := j.readAhead(r); err != nil {
 			return nil, err
 		}

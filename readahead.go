@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
@@ -36,10 +37,22 @@ func (j *job) readAhead(r *http.Request) (err error) {
 	if fault := trailerFault(r); fault != nil {
 		return fault
 	}
-	if h.plan != nil {
+	if j.looksInside() {
 		return j.peek(r)
 	}
 	return nil
+}
+
+// looksInside reports whether the body is to be looked into: for fields that matter at a pinned model alone only while one is pinned.
+func (j *job) looksInside() bool {
+	h := j.handler
+	if h.plan == nil || !h.pinnedOnly {
+		return h.plan != nil
+	}
+	pinned := func(t *target, model string) bool {
+		return len(t.sent.pinned) > 0 && h.pool.broker.Pinned(t.name, model)
+	}
+	return pinned(j.target, j.model) || slices.ContainsFunc(j.target.candidates, func(name string) bool { return pinned(h.targets[name], "") })
 }
 
 // readBody reads the body, unless it stops coming.

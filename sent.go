@@ -95,7 +95,7 @@ func (j *job) translate(r *http.Request, computes bool) {
 	if m := t.sent.byModel[j.model]; m != nil && computes {
 		change = m.change
 	}
-	if len(t.sent.pinned) > 0 && computes && j.facts != nil && h.pool.broker.Held(t.name, j.model).Pinned {
+	if len(t.sent.pinned) > 0 && computes && j.facts != nil && h.pool.broker.Pinned(t.name, j.model) {
 		change = change.WithInstead(t.sent.pinned, t.foldKeys)
 	}
 	fallback := sources != nil && j.askedOf != "" && j.askedOf != t.name
@@ -131,7 +131,7 @@ const maxNamedBody = 64 << 10
 
 // looksForName reports whether a request that needs no GPU, of a route with one consumer, is read for the name of a model.
 func (h *Handler) looksForName(t *target, r *http.Request) bool {
-	return h.plan != nil && h.fixed == t && !h.StreamBody && 0 < r.ContentLength && r.ContentLength <= min(maxNamedBody, h.maxBody) && hasBody(r) && t.NamesModel(r)
+	return h.plan != nil && !h.pinnedOnly && h.fixed == t && !h.StreamBody && 0 < r.ContentLength && r.ContentLength <= min(maxNamedBody, h.maxBody) && hasBody(r) && t.NamesModel(r)
 }
 
 // readName reads which model a request names that needs no GPU, so that translate can put the name in its place by which the server knows it.

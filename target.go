@@ -170,7 +170,7 @@ func (j *job) request(r *http.Request) broker.Request {
 	req := broker.Request{Consumer: t.name, Model: j.model, Priority: t.priority, Budget: time.Duration(h.Budget), KeepAlive: time.Duration(h.KeepAlive),
 		PinPrimary: h.PinPrimary, Submitted: j.submitted, Client: h.client(r, j.repl)}
 	if req.Turn = j.turn; j.submitted.IsZero() && !j.turn { // once it was admitted, its consumer is fixed
-		req.Candidates = h.mayServe(r, t.candidates)
+		req.Candidates = j.mayServe(r, t.candidates)
 	}
 	if h.priorityText != "" {
 		if n, err := strconv.Atoi(strings.TrimSpace(j.repl.ReplaceAll(h.priorityText, ""))); err == nil {
@@ -192,16 +192,23 @@ func (j *job) request(r *http.Request) broker.Request {
 	return req
 }
 
-// mayServe is a ladder without the fallbacks that refuse such a request themselves.
-func (h *Handler) mayServe(r *http.Request, ladder []string) []string {
+// mayServe is a ladder without the fallbacks that refuse such a request themselves, and without those that it would free, which is none of
+// the work that they stand in for.
+func (j *job) mayServe(r *http.Request, ladder []string) []string {
 	if len(ladder) == 0 {
 		return nil
 	}
-	blocks := func(name string) bool { return name != ladder[0] && h.targets[name].Blocks(r) }
-	if !slices.ContainsFunc(ladder, blocks) {
+	leave := func(name string) bool {
+		t := j.handler.targets[name]
+		return name != ladder[0] && (t.Blocks(r) || slices.ContainsFunc(t.unloads, func(u unloadRule) bool {
+			said, ok := j.body.Unloads(u.UnloadRequest)
+			return ok && said.Only && t.Asks(r, u.route)
+		}))
+	}
+	if !slices.ContainsFunc(ladder, leave) {
 		return ladder
 	}
-	return slices.DeleteFunc(slices.Clone(ladder), blocks)
+	return slices.DeleteFunc(slices.Clone(ladder), leave)
 }
 
 // atMost clamps d to a bound; 0: there is none.

@@ -43,8 +43,8 @@ func unloadRules(c *config.Consumer, b *config.Broker) (rules []unloadRule, err 
 
 // mayUnload reports whether a request may ask for an unload, by its route. What bypass or touch names is passed on all the same.
 func (t *target) mayUnload(r *http.Request, need config.Need) bool {
-	return need != config.NeedsLeave && need != config.NeedsTouch && r.Method != http.MethodOptions &&
-		slices.ContainsFunc(t.unloads, func(u unloadRule) bool { return t.Asks(r, u.route) }) && !(need == config.NeedsNothing && t.Bypasses(r))
+	return need != config.NeedsLeave && r.Method != http.MethodOptions &&
+		slices.ContainsFunc(t.unloads, func(u unloadRule) bool { return t.Asks(r, u.route) && !t.Passes(r, need, u.route) })
 }
 
 // unlessUnload serves a request that may ask for an unload, by what it needs if it does not only give memory back.

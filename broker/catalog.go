@@ -298,17 +298,34 @@ func (b *Broker) Held(consumer, model string) Held {
 	if c == nil || b.closed {
 		return Held{Refused: b.turnAway(time.Now(), consumer, b.nowhere(&Request{Consumer: consumer}))}
 	}
-	c = c.real()
-	var sl *slot
-	switch {
-	case model != "":
-		sl = c.known(model)
-	case !c.cfg.HasModels() && len(c.slots) > 0:
-		sl = c.slots[0]
-	}
+	sl := c.holder(model)
 	if sl == nil {
 		return Held{}
 	}
 	v, known := b.state.Slot(sl.name)
 	return Held{Slot: sl.name, Loaded: known && v.State != scheduler.Idle, Pinned: v.Pinned}
+}
+
+// Pinned reports whether a model of a consumer, or one without models as a whole, is pinned now. It is for the warm path.
+func (b *Broker) Pinned(consumer, model string) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	c := b.consumers[consumer]
+	if c == nil {
+		return false
+	}
+	sl := c.holder(model)
+	return sl != nil && b.state.Pinned(sl.name)
+}
+
+// holder is the slot of a model, or that of a consumer without models; nil: there is none. One that shares another's server has the other's.
+func (c *consumer) holder(model string) *slot {
+	c = c.real()
+	switch {
+	case model != "":
+		return c.known(model)
+	case !c.cfg.HasModels() && len(c.slots) > 0:
+		return c.slots[0]
+	}
+	return nil
 }

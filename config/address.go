@@ -26,8 +26,8 @@ var loopbackNames = []string{
 
 // ServerAddress returns address, `host:port`, in a form that is the same for
 // every way to write it: `127.0.0.1:8188`, `LOCALHOST:8188`, `[::1]:8188`, `:8188` and this machine's own name or
-// address with that port are all one server. Other loopback addresses (`127.0.0.2:8188`) stand for themselves. It asks no other machine: of names it knows those of the hosts file. What is no
-// address is returned as it is.
+// address with that port are all one server. Other loopback addresses (`127.0.0.2:8188`) stand for themselves. It asks no other
+// machine: of names it knows those of the hosts file. What is no address is returned as it is.
 func ServerAddress(address string) string {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {
@@ -35,6 +35,8 @@ func ServerAddress(address string) string {
 	}
 	host = plainHost(host)
 	switch ip := hostAddress(host); {
+	case slices.Contains(machineNames(), host): // its hosts file may give it 127.0.0.2, as SUSE's does, or the address of a NAT
+		host = ownHost
 	case ip.IsValid() && !isOwnAddress(ip), isOtherLoopback(ip):
 		host = ip.String()
 	case IsOwnHost(host):

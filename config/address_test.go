@@ -73,8 +73,13 @@ nonsense name
 
 	old := hosts
 	t.Cleanup(func() { hosts = old })
-	hosts = func() map[string]netip.Addr {
-		return map[string]netip.Addr{"box": netip.MustParseAddr("127.0.1.1"), "gpu1": netip.MustParseAddr("10.255.255.7")}
+	known := map[string]netip.Addr{"box": netip.MustParseAddr("127.0.1.1"), "gpu1": netip.MustParseAddr("10.255.255.7")}
+	hosts = func() map[string]netip.Addr { return known }
+	own, err := os.Hostname()
+	require.NoError(t, err)
+	for _, ip := range []string{"127.0.0.2", "203.0.113.9"} {
+		hosts()[strings.ToLower(own)] = netip.MustParseAddr(ip)
+		assert.Equal(t, "localhost:80", ServerAddress(own+":80"), ip)
 	}
 	assert.Equal(t, "localhost:80", ServerAddress("BOX.:80"))
 	assert.Equal(t, ServerAddress("10.255.255.7:80"), ServerAddress("gpu1:80"), "another machine's name and address are one, too")

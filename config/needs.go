@@ -93,10 +93,15 @@ func (r *Routes) Needs(req *http.Request) Need {
 	}
 }
 
-// Bypasses reports whether bypass names a request.
-func (r *Routes) Bypasses(req *http.Request) bool {
-	path := r.paths.Read(req.Method, req.URL)
-	return r.bypasses(&path)
+// Passes reports whether bypass, or touch where that is its need, names a request that its server may take for one of some routes.
+func (r *Routes) Passes(req *http.Request, need Need, routes RoutePatterns) bool {
+	path, list := r.paths.Read(req.Method, req.URL), r.touch
+	if need != NeedsTouch {
+		if list = r.bypass; need != NeedsNothing || !r.bypasses(&path) {
+			return false
+		}
+	}
+	return !routes.BySuffix(&path, func(route *RequestPath) bool { return !list.All(route) })
 }
 
 func (r *Routes) bypasses(path *RequestPath) bool {

@@ -3,6 +3,7 @@ package config
 import (
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"strings"
 	"testing"
 )
@@ -180,6 +181,45 @@ func TestH3_AServerThatMatchesByTheEndIsAskedForByTheEnd(t *testing.T) {
 	} {
 		if got := kobold.Needs(ask(t, "POST", target)); got != want {
 			t.Errorf("POST %s: %s, want %s", target, got, want)
+		}
+	}
+}
+
+// A server that resolves dots may leave backslashes alone, or take them for slashes.
+func TestH3_ABackslashHidesNoRoute(t *testing.T) {
+	r := routes(t, Consumer{GPURoutes: []string{"POST /generate"}, Blocked: []string{"/admin"}, Bypass: []string{"/ui/*"}})
+	for target, want := range map[string]Need{
+		"/ui/x%5Cy/../../generate": NeedsGPU, "/ui/x%5C../../generate": NeedsGPU, "/ui/x%5Cy/../../admin": NeedsLeave, "/ui/x%5Cy/../../admin%23": NeedsLeave, "/ui/x%5Cy": NeedsNothing,
+	} {
+		req := ask(t, "POST", "/")
+		var err error
+		if req.URL.Path, err = url.PathUnescape(target); err != nil {
+			t.Fatal(err)
+		}
+		if got := r.Needs(req); got != want {
+			t.Errorf("POST %s: %s, want %s", target, got, want)
+		}
+	}
+}
+
+// A list that names a path by its beginning does not open what a server takes for another route by the end of its path.
+func TestWhatPassesByItsBeginningIsNoOtherRouteByItsEnd(t *testing.T) {
+	for _, c := range []Consumer{{Bypass: []string{"/ui/*", "/unload"}, Touch: []string{"/seen/*"}}, {Bypass: []string{"/ui/*", "/unload"}, Touch: []string{"/seen/*"}, PathMatch: []string{"suffix"}}} {
+		r := routes(t, c)
+		match, err := ParsePathMatch(c.PathMatch)
+		if err != nil {
+			t.Fatal(err)
+		}
+		asks, err := match.Patterns([]string{"POST /unload", "POST /free"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		bySuffix := c.PathMatch != nil
+		for target, want := range map[string]bool{"/unload": true, "/x/unload": bySuffix, "/ui/unload": true, "/ui/free": !bySuffix, "/seen/free": !bySuffix, "/seen/it": true, "/free": false} {
+			req := ask(t, "POST", target)
+			if got := r.Passes(req, r.Needs(req), asks); got != want {
+				t.Errorf("%v, POST %s: %t", c.PathMatch, target, got)
+			}
 		}
 	}
 }

@@ -40,7 +40,7 @@ func ParsePathMatch(words []string) (PathMatch, error) {
 func (m PathMatch) has(rule PathMatch) bool { return m&rule != 0 }
 
 // maxForms bounds the forms of one path.
-const maxForms = 4
+const maxForms = 6
 
 // RequestPath is a request as lists of routes see it: its method, and its path in each form in which a server may take it.
 type RequestPath struct {
@@ -67,9 +67,15 @@ func (m PathMatch) Read(method string, u *url.URL) RequestPath {
 	r.add(raw)
 	if !isPlain(u.Path) {
 		whole := decoded(u.Path)
-		r.add(m.form(simplified(whole)))
+		ends := []string{whole}
 		if i := strings.IndexAny(whole, "?#\x00"); i >= 0 { // where some servers take the path to end
-			r.add(m.form(simplified(whole[:i])))
+			ends = append(ends, whole[:i])
+		}
+		for _, p := range ends {
+			r.add(m.form(simplified(p)))
+			if strings.Contains(p, `\`) { // not every server that resolves dots takes them for slashes
+				r.add(m.form(path.Clean("/" + p)))
+			}
 		}
 	}
 	if m.has(PathQuery) && strings.Contains(u.RawQuery, "/") { // else no route ends there

@@ -120,6 +120,12 @@ func (s *State) Slot(name string) (SlotView, bool) {
 	return s.view(sl), true
 }
 
+// Pinned reports whether a slot is pinned now, by its configuration or by hand.
+func (s *State) Pinned(name string) bool {
+	sl := s.named[name]
+	return sl != nil && sl.pinned()
+}
+
 func (s *State) view(sl *slot) SlotView {
 	v := SlotView{Name: sl.cfg.Name, Disabled: sl.cfg.Disabled, Gone: sl.gone, State: sl.state, GateOpen: !sl.gate.closed, DrainFor: name(sl.gate.target),
 		Health: [...]string{"unknown", "healthy", "unhealthy"}[sl.health], Detail: sl.detail, Active: sl.active, Held: sl.held,

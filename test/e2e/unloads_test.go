@@ -202,6 +202,59 @@ func TestK3_WhatBypassNamesIsPassedOnThoughItMayUnload(t *testing.T) {
 	s.until("it is free, as it does by and by what it has answered", func() bool { return s.servers["comfyui"].Stats().Unloads == 1 })
 }
 
+// Whose route it is does not matter, nor who has pinned the server.
+func TestK3_WorkDoesNotUnloadAPinnedServer(t *testing.T) {
+	t.Parallel()
+	whole := func(lines string) consumer {
+		return consumer{Options: modelserver.Options{Name: "whole", Manner: modelserver.Ollama, VRAM: gib(3)}, Lines: lines}
+	}
+	twin := "handle_path /twin/* {\ngpu_broker twin\nreverse_proxy {http.gpu_broker.upstream}\n}\n"
+	for name, c := range map[string]struct {
+		layout layout
+		byHand bool
+		routes []string
+	}{
+		"by hand": {layout{Consumers: []consumer{whole("")}}, true, []string{"whole"}},
+		"two consumers of one server": {layout{Consumers: []consumer{whole("pin")}, Routes: twin,
+			Global: "consumer twin {\nupstream UPSTREAM_OF_whole\nvram 3GiB\npreset ollama\n}\n"}, false, []string{"whole", "twin"}},
+		"one that shares it": {layout{Consumers: []consumer{whole("pin")}, Routes: twin,
+			Global: "consumer twin {\nshares whole\nvram 1GiB\ngpu_routes /api/*\npinned_set keep_alive -1\n}\n"}, false, []string{"whole", "twin"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := start(t, c.layout)
+			require.Equal(t, 200, s.chat("whole", "whole").status)
+			if c.byHand {
+				s.doByHand("consumers/whole/pin")
+			}
+			for _, route := range c.routes {
+				a := s.askJSON("/"+route+"/api/generate", `{"model":"whole","prompt":"x","stream":false,"keep_alive":0}`)
+				require.Equal(t, 200, a.status, "%s", a.body)
+				s.looked()
+				require.Zero(t, s.servers["whole"].Stats().UnloadCalls, route)
+				require.Zero(t, s.servers["whole"].Stats().Unloads, route)
+			}
+		})
+	}
+}
+
+// The route's consumer knows nothing of /free, and its fallback is a ComfyUI.
+func TestK3_AFallbackIsNotFreedThroughAnothersRoute(t *testing.T) {
+	t.Parallel()
+	s := start(t, layout{Global: "probe_interval 1m", Consumers: []consumer{plainModel("large", 9, "fallback comfyui"),
+		{Options: modelserver.Options{Name: "comfyui", Manner: modelserver.ComfyUI, VRAM: gib(5)}, Lines: "pin"}, plainModel("other", 9)}})
+	s.serve("large")
+	require.Less(t, s.askJSON("/comfyui/prompt", prompt).status, 300)
+	s.nothingRuns()
+	s.serve("other") // large would have to be loaded
+	a := s.askJSON("/large/prompt", prompt)
+	require.Equal(t, "comfyui", a.header.Get("X-GPU-Broker-Consumer"), "%s", a.body)
+	s.nothingRuns()
+	a = s.askJSON("/large/free", `{"unload_models":true,"free_memory":true}`)
+	require.NotEqual(t, "comfyui", a.header.Get("X-GPU-Broker-Consumer"), "%s", a.body)
+	require.Zero(t, s.servers["comfyui"].Stats().UnloadCalls)
+}
+
 func TestK3_AServerThatAClientFreesGivesItsBookingBack(t *testing.T) {
 	t.Parallel()
 	s := start(t, uis(""))
