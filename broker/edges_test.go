@@ -454,8 +454,8 @@ func (p *probedServer) Probe(ctx context.Context) lifecycle.Report {
 }
 
 // A name server that fails, or a route that is lost, says nothing of the model in a GPU's memory.
-func TestAServerThatCannotBeReachedIsUnhealthyAndIdle(t *testing.T) {
-	states := map[lifecycle.Outcome]string{lifecycle.Unreachable: "IDLE", lifecycle.Wrong: "READY", lifecycle.Refused: "IDLE"}
+func TestAServerThatCannotBeReachedIsUnhealthyAndIdleOnceItsMemoryIsFree(t *testing.T) {
+	states := map[lifecycle.Outcome]string{lifecycle.Unreachable: "READY", lifecycle.Wrong: "READY", lifecycle.Refused: "IDLE"}
 	for outcome, state := range states {
 		synctest.Test(t, func(t *testing.T) {
 			w := &world{Broker: New(), gpu: &fakeGPU{total: 16 * gpu.GiB}, servers: map[string]*fakeServer{}}
@@ -470,6 +470,9 @@ func TestAServerThatCannotBeReachedIsUnhealthyAndIdle(t *testing.T) {
 			a := w.Status().Consumers["a"]
 			require.Equal(t, "unhealthy", a.Health, outcome)
 			require.Equal(t, state, a.Slots[0].State, outcome)
+			w.gpu.move(-10 * gpu.GiB)
+			pass(time.Minute)
+			require.Equal(t, "IDLE", w.Status().Consumers["a"].Slots[0].State, outcome)
 		})
 	}
 }

@@ -154,7 +154,7 @@ var elsewhere = []mutant{
 	{
 		name: "an answer that max_run ended looks whole", dir: ".", file: "run.go", tests: "TestAnAnswerThatMaxRunEndsIsNotPassedOffAsWhole",
 		old: "if j.status != 0 && (j.isCut.Load() || ranOut()) {",
-		new: "if j.status != 0 && j.isCut.Load() {",
+		new: "if j.status != 0 && j.isCut.Load() && !ranOut() {",
 	},
 	{
 		name: "an answer that was broken off is returned, not aborted", dir: ".", file: "run.go", tests: "TestAnAnswerThat",
@@ -244,5 +244,15 @@ var elsewhere = []mutant{
 		name: "pings are use of a WebSocket", dir: ".", file: "frames.go", tests: "TestH6_OnlyFramesThatAreNoControlFramesAreUse",
 		old: "if !f.control || f.broken {",
 		new: "if f.broken || len(p) > 0 {",
+	},
+	{
+		name: "a request that an earlier try may have sent is run again", dir: ".", file: "run.go", tests: "TestARequestThatAnEarlierTryMayHaveSentIsNotRunAgain",
+		old: "return j.answered() || j.triedBefore(r)",
+		new: "return j.answered()",
+	},
+	{
+		name: "any address at the port of a named upstream is its server's", dir: ".", file: "run.go", tests: "TestAnAddressThatRefusesMayBeThatOfANamedUpstream",
+		old: "config.ServerAddress(dialled) == config.ServerAddress(j.lease.Upstream)\n",
+		new: "config.ServerAddress(dialled) == config.ServerAddress(j.lease.Upstream) || j.mayBeNamed()\n",
 	},
 }

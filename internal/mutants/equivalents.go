@@ -21,7 +21,7 @@ var equivalent = map[string]string{
 	"lifecycle/process/reap_linux.go: : lastLook     = 50 * time.Millisecond => lastLook     = 51 * time.Millisecond":                                                 pace,
 	"lifecycle/process/reap_linux.go: : lastLook     = 50 * time.Millisecond => lastLook     = 25 * time.Millisecond":                                                 pace,
 
-	"request path/sent.go: looksForName: return h.plan != nil && h.fixed == t && !h.StreamBody && 0 < r.ContentLength && r.ContentLength <= min(maxNamedBody, h.maxBody) && hasBody(r) && t.NamesModel(r) => return h.plan != nil && h.fixed == t && !h.StreamBody && 0 <= r.ContentLength && r.ContentLength <= min(maxNamedBody, h.maxBody) && hasBody(r) && t.NamesModel(r)": "hasBody is false for a length of 0",
+	"request path/sent.go: looksForName: return h.plan != nil && !h.pinnedOnly && h.fixed == t && !h.StreamBody && 0 < r.ContentLength && r.ContentLength <= min(maxNamedBody, h.maxBody) && hasBody(r) && t.NamesModel(r) => return h.plan != nil && !h.pinnedOnly && h.fixed == t && !h.StreamBody && 0 <= r.ContentLength && r.ContentLength <= min(maxNamedBody, h.maxBody) && hasBody(r) && t.NamesModel(r)": "hasBody is false for a length of 0",
 
 	"request path/stop.go: : const exitPoll = 100 * time.Millisecond => const exitPoll = 50 * time.Millisecond": pace,
 

@@ -26,6 +26,12 @@ var inScheduler = []mutant{
 		new: "\tsl.idleAt = now\n",
 	},
 	{
+		name: "a server that answers no probe is gone though its memory is taken",
+		file: "gone.go", tests: "TestAServerThatAnswersNoProbeIsIdleOnceItsMemoryIsFree",
+		old: "h.booking > 0 && 4*most <= h.booking",
+		new: "h.booking > 0",
+	},
+	{
 		name: "the epoch of a load's answer is ignored",
 		file: "handover.go", tests: "TestAStaleLoadDoneIsIgnored",
 		old: "t == nil || t.state != Loading || t.epoch != e.Epoch",
