@@ -182,6 +182,7 @@ func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 		err           error
 		died, cutByUs bool // it panicked; it ran out of its time, or was cut
 		dialled       string
+		tries         int // before the last one
 		want          scheduler.Outcome
 	}{
 		"it is answered":                           {r: here, status: 200, want: scheduler.Served},
@@ -208,9 +209,14 @@ func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 		"another did not answer the connection":    {r: here, err: hung, dialled: "10.0.0.7:8080", want: scheduler.NoAnswer},
 		"a socket took no connection":              {r: here, err: refused, dialled: "/run/s.sock", want: scheduler.NoAnswer},
 		"its server did not, written differently":  {r: here, err: refused, dialled: "[::1]:8080", want: scheduler.DialRefused},
+		"its server took no second connection":     {r: here, err: refused, tries: 1, want: scheduler.DialRefused},
+		"another did not, asked after it":          {r: here, err: refused, tries: 1, dialled: "127.0.0.1:9000", want: scheduler.NoAnswer},
+		"it did not answer a second connection":    {r: here, err: hung, tries: 1, want: scheduler.NoAnswer},
+		"another gave no answer, asked after it":   {r: here, err: gatewayTimeout(os.ErrDeadlineExceeded), tries: 1, dialled: "127.0.0.1:9000", want: scheduler.NoAnswer},
 	} {
 		j := &job{status: c.status, later: c.later, target: &target{}, repl: caddy.NewReplacer(), lease: broker.Lease{Upstream: "127.0.0.1:8080"}}
 		j.repl.Set("http.reverse_proxy.upstream.hostport", cmp.Or(c.dialled, "127.0.0.1:8080"))
+		j.repl.Set("http.reverse_proxy.retries", c.tries)
 		require.Equal(t, c.want, j.outcome(c.r, c.err, !c.died, c.cutByUs), name)
 	}
 }
@@ -262,6 +268,8 @@ func TestAnAddressThatRefusesMayBeThatOfANamedUpstream(t *testing.T) {
 		refused := refusedBy(syscall.ECONNREFUSED)
 		require.Equal(t, want, j.outcome(r, refused, true, false), upstream)
 		require.Equal(t, want == scheduler.DialRefused, j.unreached(r, refused), upstream)
+		late := caddyhttp.Error(http.StatusGatewayTimeout, os.ErrDeadlineExceeded)
+		require.Equal(t, want != scheduler.NoAnswer, j.gaveUp(r, late), "%s: it may work on", upstream)
 	}
 }
 

@@ -181,7 +181,7 @@ func (j *job) fail(w http.ResponseWriter, r *http.Request, err error) error {
 
 // whoDied names the server that reverse_proxy got no answer from.
 func (j *job) whoDied() string {
-	if j.wentToServer() {
+	if j.wentToServer() || j.mayBeNamed() {
 		return fmt.Sprintf("the server of consumer %q", j.target.name)
 	}
 	dialled, _ := j.repl.GetString("http.reverse_proxy.upstream.hostport")

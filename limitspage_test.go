@@ -17,6 +17,7 @@ func TestLimitsAreThoseOfThePage(t *testing.T) {
 		"keptAnswer":      keptAnswer,
 		"toldAnswer":      toldAnswer,
 		"stuckAfter":      stuckAfter,
+		"lastWrite":       lastWrite,
 		"cutAgain":        cutAgain,
 		"minLook":         minLook,
 		"maxLook":         maxLook,

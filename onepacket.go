@@ -56,7 +56,11 @@ func (p onePacket) RoundTrip(r *http.Request) (*http.Response, error) {
 	joined := r.WithContext(ctx)
 	joined.Body = io.NopCloser(&ctx.body)
 	joined.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(text)), nil }
-	return p.transport.RoundTrip(joined)
+	resp, err := p.transport.RoundTrip(joined)
+	if err != nil && !refusedDial(err) {
+		routing.Sent(beneath(r.Body))
+	}
+	return resp, err
 }
 
 var readCloserType = reflect.TypeFor[io.ReadCloser]()

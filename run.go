@@ -18,7 +18,6 @@ import (
 
 	"github.com/gpu-broker/caddy-gpu-broker/broker"
 	"github.com/gpu-broker/caddy-gpu-broker/config"
-	"github.com/gpu-broker/caddy-gpu-broker/routing"
 	"github.com/gpu-broker/caddy-gpu-broker/scheduler"
 )
 
@@ -41,7 +40,7 @@ func (j *job) serve(w http.ResponseWriter, r *http.Request, next caddyhttp.Handl
 			return err
 		case refusedDial(err) && j.misrouted() != nil:
 			return j.fail(j.ResponseWriter, r, j.misrouted())
-		case j.unreached(r, err) && attempt == 1 && !j.upload.begun() && r.Context().Err() == nil:
+		case j.unreached(r, err) && attempt == 1 && !j.upload.begun() && !j.isCut.Load() && r.Context().Err() == nil:
 			continue // nothing was sent: its state is taken anew, and the job is admitted once more
 		case j.unreached(r, err):
 			return j.fail(j.ResponseWriter, r, unhealthy(j.target.name, err))
@@ -205,8 +204,11 @@ var (
 	errCut    = errors.New("the connection was cut")
 )
 
-// cutAtEnd lets nothing more be written once ctx has ended because the request has run for max_run, and ends a write that is
-// under way then: a client that takes nothing would hold the GPU. Until release is called, which every run must do.
+// lastWrite is how long a write of an answer that max_run ends may take. What is written by then is sent whole.
+const lastWrite = 1 * time.Second
+
+// cutAtEnd lets nothing more be written once ctx has ended because the request has run for max_run, and soon ends a write that is
+// under way: a client that reads nothing would hold the GPU. It holds until release is called, which every run must do.
 func (j *job) cutAtEnd(ctx context.Context) (release func()) {
 	client, done := j.client(), make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
@@ -214,8 +216,8 @@ func (j *job) cutAtEnd(ctx context.Context) (release func()) {
 		if !errors.Is(context.Cause(ctx), errMaxRun) {
 			return
 		}
-		if j.isCut.Store(true); j.writes.Load() > 0 { // else it may be told why
-			_ = client.SetWriteDeadline(past)
+		if j.isCut.Store(true); j.writes.Load() > 0 || j.tunnel.Load() { // else it may be told why
+			_ = client.SetWriteDeadline(time.Now().Add(lastWrite))
 		}
 	})
 	return func() {
@@ -238,12 +240,12 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 		return scheduler.Served // it ended in the middle of the answer, and not by its server
 	case !completed && !cutByUs:
 		return scheduler.ServerDied
-	case refusedDial(err) && j.misrouted() == nil && !j.mayBeAtWork(r) && j.mayBeNamed():
-		return scheduler.Unreached
-	case refusedDial(err) && (j.misrouted() != nil || !j.unreached(r, err)):
+	case refusedDial(err) && (j.misrouted() != nil || j.answered()):
 		return scheduler.NoAnswer // that tells nothing of its server
 	case refusedDial(err) && !left && j.nobodyListens(err):
-		return scheduler.DialRefused
+		return scheduler.DialRefused // what an earlier try has begun there is gone, too
+	case refusedDial(err) && (j.triedBefore(r) || !j.wentToServer() && !j.mayBeNamed()):
+		return scheduler.NoAnswer
 	case refusedDial(err):
 		return scheduler.Unreached // its server may be there, and hang
 	case cutByUs && (!completed || err != nil && !left && j.status == 0), err != nil && ours(err), j.gaveUp(r, err):
@@ -259,17 +261,17 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 	}
 }
 
-// gaveUp reports whether reverse_proxy broke the request off, so that its server may work on: by a time-out of its own
-// (response_header_timeout, read_timeout), or in an earlier try than the last. A time-out in the middle of an answer can't be told
-// from a server that died.
+// gaveUp reports whether reverse_proxy broke the request off without any answer, so that its server may work on: by a time-out of its
+// own (response_header_timeout, read_timeout), or in an earlier try than the last, which failed. A time-out in the middle of an answer
+// can't be told from a server that died.
 func (j *job) gaveUp(r *http.Request, err error) bool {
 	if err == nil || j.status != 0 {
 		return false
 	}
-	return refusedDial(err) && j.triedBefore(r) || timedOut(err) && (j.wentToServer() || j.triedBefore(r))
+	return refusedDial(err) && j.triedBefore(r) || timedOut(err) && (j.wentToServer() || j.mayBeNamed() || j.triedBefore(r))
 }
 
-// timedOut reports whether a request failed of a time-out of reverse_proxy's before its answer.
+// timedOut reports whether a request failed because reverse_proxy timed out before its answer.
 func timedOut(err error) bool {
 	var caddys caddyhttp.HandlerError
 	var inNet net.Error
@@ -298,7 +300,7 @@ func (j *job) mayBeAtWork(r *http.Request) bool { return j.answered() || j.tried
 func (j *job) triedBefore(r *http.Request) bool {
 	retries, _ := j.repl.Get("http.reverse_proxy.retries")
 	n, _ := retries.(int)
-	return n > 0 && (!hasBody(r) || routing.Begun(r.Body) || j.upload.begun())
+	return n > 0 && (!hasBody(r) || j.body.Begun() || j.upload.begun())
 }
 
 // answerTime is a placeholder that reverse_proxy sets once a server has answered, whatever the site then does with the answer.
@@ -329,11 +331,11 @@ func (j *job) mayBeNamed() bool {
 	return err == nil && isName != nil && !config.IsOwnHost(host) && port == int(address.Port())
 }
 
-// nobodyListens reports whether a connection failed because no process listens at the server's address. DialError shows no
+// nobodyListens reports whether a connection failed because no process listens at the address of the job's own server. DialError shows no
 // more of its cause than the text. Of a name with several addresses it tells the first one's fault alone.
 func (j *job) nobodyListens(err error) bool {
 	text := err.Error()
-	if !strings.Contains(text, "connect: "+syscall.ECONNREFUSED.Error()) || strings.Contains(text, "proxyconnect") {
+	if !j.wentToServer() || !strings.Contains(text, "connect: "+syscall.ECONNREFUSED.Error()) || strings.Contains(text, "proxyconnect") {
 		return false
 	}
 	address, _ := j.repl.GetString("http.reverse_proxy.upstream.hostport")

@@ -95,6 +95,9 @@ func (j *job) translate(r *http.Request, computes bool) {
 	if m := t.sent.byModel[j.model]; m != nil && computes {
 		change = m.change
 	}
+	if h.pinnedOnly && computes && j.facts == nil && j.body != nil && j.looksInside() { // it was pinned while it waited
+		_ = j.peek(r) // what can't be read is its server's to judge
+	}
 	if len(t.sent.pinned) > 0 && computes && j.facts != nil && h.pool.broker.Pinned(t.name, j.model) {
 		change = change.WithInstead(t.sent.pinned, t.foldKeys)
 	}

@@ -192,8 +192,8 @@ func (j *job) request(r *http.Request) broker.Request {
 	return req
 }
 
-// mayServe is a ladder without the fallbacks that refuse such a request themselves, and without those that it would free, which is none of
-// the work that they stand in for.
+// mayServe is a ladder without the fallbacks that refuse such a request themselves, and without those that it would only free, which is
+// not work they stand in for.
 func (j *job) mayServe(r *http.Request, ladder []string) []string {
 	if len(ladder) == 0 {
 		return nil
@@ -201,8 +201,11 @@ func (j *job) mayServe(r *http.Request, ladder []string) []string {
 	leave := func(name string) bool {
 		t := j.handler.targets[name]
 		return name != ladder[0] && (t.Blocks(r) || slices.ContainsFunc(t.unloads, func(u unloadRule) bool {
+			if !t.Asks(r, u.route) {
+				return false
+			}
 			said, ok := j.body.Unloads(u.UnloadRequest)
-			return ok && said.Only && t.Asks(r, u.route)
+			return ok && said.Only
 		}))
 	}
 	if !slices.ContainsFunc(ladder, leave) {

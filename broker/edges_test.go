@@ -465,6 +465,7 @@ func TestAServerThatCannotBeReachedIsUnhealthyAndIdleOnceItsMemoryIsFree(t *test
 			require.NoError(t, w.Push(w.gen))
 			defer w.Close()
 			w.serves(t, "a")
+			pass(time.Minute)
 			probed.outcome.Store(int32(outcome))
 			pass(time.Minute)
 			a := w.Status().Consumers["a"]

@@ -291,7 +291,7 @@ func said(sl *slot, r lifecycle.Report, sent time.Time) scheduler.Probed {
 var (
 	probeOutcomes = map[lifecycle.Outcome]scheduler.ProbeOutcome{
 		lifecycle.Answered: scheduler.ProbeAnswered, lifecycle.Refused: scheduler.ProbeRefused,
-		lifecycle.Wrong: scheduler.ProbeWrong, lifecycle.Unreachable: scheduler.ProbeWrong, lifecycle.TimedOut: scheduler.ProbeTimedOut,
+		lifecycle.Wrong: scheduler.ProbeWrong, lifecycle.Unreachable: scheduler.ProbeUnreachable, lifecycle.TimedOut: scheduler.ProbeTimedOut,
 	}
 	tris = map[lifecycle.Tri]scheduler.Tri{lifecycle.Unknown: scheduler.NotTold, lifecycle.No: scheduler.No, lifecycle.Yes: scheduler.Yes}
 )

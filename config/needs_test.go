@@ -259,7 +259,7 @@ func FuzzSimplifiedPathsHaveNothingLeftToSimplify(f *testing.F) {
 		f.Add(p)
 	}
 	f.Fuzz(func(t *testing.T, p string) {
-		c := simplified(decoded(p))
+		c := simplified(strings.ReplaceAll(decoded(p), `\`, "/"))
 		if !strings.HasPrefix(c, "/") || strings.Contains(c, "//") || strings.Contains(c, `\`) || strings.Contains(c, "/../") || len(c) > 1 && strings.HasSuffix(c, "/") {
 			t.Errorf("%q is simplified to %q", p, c)
 		}

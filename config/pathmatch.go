@@ -72,10 +72,8 @@ func (m PathMatch) Read(method string, u *url.URL) RequestPath {
 			ends = append(ends, whole[:i])
 		}
 		for _, p := range ends {
-			r.add(m.form(simplified(p)))
-			if strings.Contains(p, `\`) { // not every server that resolves dots takes them for slashes
-				r.add(m.form(path.Clean("/" + p)))
-			}
+			r.add(m.form(simplified(strings.ReplaceAll(p, `\`, "/"))))
+			r.add(m.form(simplified(p))) // not every server that resolves dots takes backslashes for slashes
 		}
 	}
 	if m.has(PathQuery) && strings.Contains(u.RawQuery, "/") { // else no route ends there
@@ -173,10 +171,9 @@ func unescape(p string) string {
 	return out.String()
 }
 
-// simplified is a decoded path as the most obliging server would take it: with backslashes as slashes, and without parameters,
-// dot segments, empty segments, and blanks or slashes at the end.
+// simplified is a decoded path as the most obliging server would take it: without parameters, dot segments, empty segments, and blanks
+// or slashes at the end.
 func simplified(p string) string {
-	p = strings.ReplaceAll(p, `\`, "/")
 	if strings.Contains(p, ";") {
 		segments := strings.Split(p, "/")
 		for i, s := range segments {

@@ -362,6 +362,7 @@ type bodyReader struct {
 	from  io.Reader // nil: the body is gone
 	whole bytes.Reader
 	begun bool
+	sent  bool  // a copy of it was
 	fault error // of reading the file back
 }
 
@@ -396,15 +397,29 @@ func (r *bodyReader) again(y *Body) bool {
 	return true
 }
 
-// Begun reports whether somebody has begun to read a body that was read ahead. It is false for any other.
-func Begun(body io.Reader) bool {
-	r, ok := body.(*bodyReader)
-	if !ok {
+// Begun reports whether somebody has begun to read the body since it was read ahead, or has sent it otherwise. It is false for nil.
+func (y *Body) Begun() bool {
+	if y == nil {
 		return false
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.begun
+	for r := y.readers; r != nil; r = r.next {
+		r.mu.Lock()
+		begun := r.begun || r.sent
+		r.mu.Unlock()
+		if begun {
+			return true
+		}
+	}
+	return false
+}
+
+// Sent notes that a copy of what Unread returned for a body was sent.
+func Sent(body io.Reader) {
+	if r, ok := body.(*bodyReader); ok {
+		r.mu.Lock()
+		r.sent = true
+		r.mu.Unlock()
+	}
 }
 
 // Unread returns a copy of what a body that was read ahead will read, and leaves it unread. Nil: it is none, or a

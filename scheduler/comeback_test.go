@@ -468,44 +468,34 @@ func TestAStartedServerThatIsNotProbedIsNotSuspected(t *testing.T) {
 
 // A container that was stopped has no name any more, and connections to its address end in a time-out.
 func TestAServerThatAnswersNoProbeIsIdleOnceItsMemoryIsFree(t *testing.T) {
-	fail := map[string]func(f *fixture){
+	fails := map[string]func(f *fixture){
 		"no such host": func(f *fixture) {
-			f.step(Probed{Slot: "a", Sent: f.now, Outcome: ProbeWrong, Detail: "no such host"})
+			f.step(Probed{Slot: "a", Sent: f.now, Outcome: ProbeUnreachable, Detail: "no such host"})
 		},
+		"status 502": func(f *fixture) { f.step(Probed{Slot: "a", Sent: f.now, Outcome: ProbeWrong, Detail: "status 502"}) },
 		"three time-outs": func(f *fixture) {
 			for range healthTimeouts {
 				f.probeTimesOut("a")
 			}
 		},
 	}
-	fails := func(t *testing.T, test func(t *testing.T, fail func(f *fixture))) {
-		for name, fail := range fail {
-			t.Run(name, func(t *testing.T) { test(t, fail) })
-		}
+	answers := func(f *fixture) {
+		f.look(time.Second)
+		f.probe("a", NotTold)
 	}
-	t.Run("it was stopped", func(t *testing.T) {
-		fails(t, func(t *testing.T, fail func(f *fixture)) {
-			f := given(t, 16384, server("a", 10000), server("b", 10000))
-			f.use(4000)
+	for name, c := range map[string]func(f *fixture, fail func(f *fixture)) (gone bool){
+		"it was stopped": func(f *fixture, fail func(f *fixture)) bool {
+			f.use(4000) // others
 			f.warm("a", 10000)
-			f.look(time.Second)
-			f.probe("a", NotTold)
+			answers(f)
 			f.use(-10000)
 			f.look(time.Second)
 			fail(f)
-			f.look(time.Second)
-			f.requireState("a", Idle)
-			b := f.submit("b")
-			f.loaded("b")
-			f.requireRunning(b)
-			require.Empty(t, f.unloads)
-		})
-	})
-	t.Run("it was stopped as another waited", func(t *testing.T) {
-		fails(t, func(t *testing.T, fail func(f *fixture)) {
-			f := given(t, 16384, server("a", 10000), server("b", 10000))
+			return true
+		},
+		"it was stopped as another waited": func(f *fixture, fail func(f *fixture)) bool {
 			f.warm("a", 10000)
-			f.look(time.Second)
+			answers(f)
 			f.submit("b")
 			f.requireState("a", Stopping)
 			f.step(UnloadDone{Slot: "a", Epoch: f.epochs["a"], Err: "no such host"})
@@ -513,93 +503,146 @@ func TestAServerThatAnswersNoProbeIsIdleOnceItsMemoryIsFree(t *testing.T) {
 			f.use(-10000)
 			f.advance(time.Millisecond)
 			fail(f)
-			f.sample()
-			f.requireState("b", Loading)
-		})
-	})
-	t.Run("it lives, loaded", func(t *testing.T) {
-		fails(t, func(t *testing.T, fail func(f *fixture)) {
-			f := given(t, 16384, server("a", 10000, healthAlone), server("b", 10000))
-			f.use(6000) // a game
+			return true
+		},
+		"it lives, loaded": func(f *fixture, fail func(f *fixture)) bool {
+			f.warm("a", 10000)
+			answers(f)
+			fail(f)
+			return false
+		},
+		"outsiders have left before": func(f *fixture, fail func(f *fixture)) bool {
+			f.use(6000)
 			f.warm("a", 10000)
 			f.look(time.Second)
-			f.use(-6000) // its end
-			f.look(time.Second)
-			f.probe("a", NotTold)
-			f.look(time.Second)
+			f.use(-6000)
+			answers(f)
 			fail(f)
-			f.look(time.Minute)
-			f.requireState("a", Ready)
-			f.probe("a", NotTold)
-			f.requireRunning(f.submit("a"))
-		})
-	})
-	t.Run("it lives, and takes less than it claims", func(t *testing.T) {
-		fails(t, func(t *testing.T, fail func(f *fixture)) {
-			f := given(t, 16384, server("a", 12000, healthAlone), server("b", 10000))
-			f.warm("a", 5000)
-			f.look(time.Second)
+			return false
+		},
+		"outsiders leave meanwhile": func(f *fixture, fail func(f *fixture)) bool {
+			f.use(14000)
+			f.warm("a", 10000)
+			answers(f)
 			fail(f)
-			f.look(time.Minute)
-			f.requireState("a", Ready)
-		})
-	})
-	t.Run("GPU memory can't be read", func(t *testing.T) {
-		fails(t, func(t *testing.T, fail func(f *fixture)) {
-			f := given(t, 16384, server("a", 10000, healthAlone), server("b", 10000))
+			f.look(time.Second)
+			f.use(-14000)
+			return false
+		},
+		"it takes less than it claims": func(f *fixture, fail func(f *fixture)) bool {
+			f.warm("a", 1000)
+			answers(f)
+			fail(f)
+			return false
+		},
+		"another takes less than it claims": func(f *fixture, fail func(f *fixture)) bool {
+			f.warm("large", 4000)
+			f.warm("a", 10000)
+			answers(f)
+			fail(f)
+			return false
+		},
+		"another is loaded meanwhile, and takes less than it claims": func(f *fixture, fail func(f *fixture)) bool {
+			f.warm("a", 10000)
+			answers(f)
+			fail(f)
+			f.warm("large", 4000)
+			return false
+		},
+		"another gives its memory back just now": func(f *fixture, fail func(f *fixture)) bool {
+			f.warm("a", 10000)
+			f.warm("large", 14000)
+			answers(f)
+			fail(f)
+			f.submit("c")
+			f.requireState("large", Stopping)
+			f.use(-10000)
+			return false
+		},
+		"it has not answered since it was loaded": func(f *fixture, fail func(f *fixture)) bool {
+			f.warm("a", 1000)
+			fail(f)
+			return false
+		},
+		"GPU memory can't be read": func(f *fixture, fail func(f *fixture)) bool {
 			f.cards[0].Known, f.cards[0].Free, f.cards[0].Reason = false, 0, "not readable"
 			f.sample()
 			f.warm("a", 0)
-			f.look(time.Second)
+			answers(f)
 			fail(f)
-			f.look(time.Minute)
-			f.requireState("a", Ready)
-		})
-	})
-	t.Run("it works on", func(t *testing.T) {
-		fails(t, func(t *testing.T, fail func(f *fixture)) {
-			f := given(t, 24576, server("a", 10000, worksOn), server("next", 4000))
-			f.warm("next", 4000)
+			return false
+		},
+		"its process is measured": func(f *fixture, fail func(f *fixture)) bool {
 			f.warm("a", 10000)
-			f.leaves(f.submit("a"), NoAnswer)
-			n := f.submit("next")
-			f.use(-10000) // it may take that anew
+			answers(f)
+			f.cards[0].Measured = map[string]gpu.Bytes{"a": 10000 * gpu.MiB}
+			f.use(-10000) // others
 			fail(f)
-			f.look(time.Second)
-			f.requireState("a", Ready)
-			f.requireWaiting(n)
-		})
-	})
-	t.Run("a load that was given up goes on", func(t *testing.T) {
-		fails(t, func(t *testing.T, fail func(f *fixture)) {
-			f := given(t, 16384, server("a", 10000), server("b", 10000))
-			a := f.submit("a")
-			f.use(2000)
-			f.cancel(a)
-			f.submit("b")
-			for range 20 {
-				f.look(time.Second)
-				if f.slot("a").State == Stopping {
-					f.step(UnloadDone{Slot: "a", Epoch: f.epochs["a"], Err: "no such host"})
-					f.advance(time.Millisecond)
-					fail(f)
+			return false
+		},
+	} {
+		for how, fail := range fails {
+			t.Run(name+", "+how, func(t *testing.T) {
+				f := given(t, 28672, server("a", 10000, healthAlone), server("b", 20000), server("c", 18000), server("large", 14000))
+				gone := c(f, fail)
+				f.look(200 * time.Millisecond)
+				require.Equal(t, gone, f.slot("a").State == Idle, f.slot("a").State)
+				if !gone {
+					f.probe("a", NotTold)
+					require.NotEqual(t, Idle, f.slot("a").State)
 				}
-			}
-			f.requireState("b", Idle)
-		})
-	})
-	t.Run("another gives its memory back just now", func(t *testing.T) {
-		fails(t, func(t *testing.T, fail func(f *fixture)) {
-			f := given(t, 24576, server("a", 6000, healthAlone), server("other", 10000), server("b", 16000))
-			f.warm("a", 6000)
-			f.warm("other", 10000)
-			f.look(time.Second)
-			fail(f)
-			f.submit("b")
-			f.requireState("other", Stopping)
-			f.use(-9500)
-			f.look(100 * time.Millisecond)
-			f.requireState("a", Ready)
-		})
-	})
+			})
+		}
+	}
+}
+
+func TestAServerThatWorksOnIsNotGoneThoughItCanNotBeReached(t *testing.T) {
+	f := given(t, 24576, server("a", 10000, worksOn), server("next", 4000))
+	f.warm("next", 4000)
+	f.warm("a", 10000)
+	f.look(time.Second)
+	f.probe("a", Yes)
+	f.leaves(f.submit("a"), NoAnswer)
+	n := f.submit("next")
+	f.use(-10000) // it may take that anew
+	f.step(Probed{Slot: "a", Sent: f.now, Outcome: ProbeUnreachable, Detail: "no such host"})
+	f.look(time.Second)
+	f.requireState("a", Ready)
+	f.requireWaiting(n)
+}
+
+// A container that was stopped before we came. One that starts has a name, and may load.
+func TestAServerThatIsNotKnownIsGoneOnceItCanNotBeReachedIfItsMemoryIsFree(t *testing.T) {
+	for _, c := range []struct {
+		outcome ProbeOutcome
+		used    gpu.Bytes
+		want    SlotState
+	}{{ProbeUnreachable, 0, Idle}, {ProbeUnreachable, 10000, Unknown}, {ProbeWrong, 0, Unknown}, {ProbeTimedOut, 0, Unknown}} {
+		cfg := defaults()
+		cfg.Slots = []SlotConfig{server("a", 10000, healthAlone), server("b", 10000)}
+		f := givenConfig(t, cfg, 16384)
+		f.use(c.used)
+		for range healthTimeouts {
+			f.step(Probed{Slot: "a", Sent: f.now, Outcome: c.outcome, Detail: "no such host"})
+		}
+		f.look(time.Second)
+		f.requireState("a", c.want)
+	}
+}
+
+func TestALoadThatWasGivenUpMayGoOnAtAServerThatCanNotBeReached(t *testing.T) {
+	f := given(t, 16384, server("a", 10000), server("b", 10000))
+	a := f.submit("a")
+	f.use(2000)
+	f.cancel(a)
+	f.submit("b")
+	for range 20 {
+		f.look(time.Second)
+		if f.slot("a").State == Stopping {
+			f.step(UnloadDone{Slot: "a", Epoch: f.epochs["a"], Err: "no such host"})
+			f.advance(time.Millisecond)
+			f.step(Probed{Slot: "a", Sent: f.now, Outcome: ProbeUnreachable, Detail: "no such host"})
+		}
+	}
+	f.requireState("b", Idle)
 }

@@ -61,31 +61,74 @@ func (s *State) processEnded(now time.Time, sl *slot, why string) {
 	sl.returns = returns
 }
 
-// endedUnseen takes a slot for gone whose server answers no probe, though none was refused, as soon as three quarters of what it
-// is booked for are seen to be free: a container that was stopped, say, has no name and no address any more. A server that hangs,
-// or whose name is not found for a moment, keeps its memory, and stays as it is. It reports whether the slot is gone.
+// endedUnseen takes a loaded slot for gone whose server answers no probe, though none was refused, once its memory is seen to be free:
+// a container that was stopped, say, has no name and no address any more. A server that hangs, or whose name is not found for a
+// moment, keeps its memory, and stays as it is. It reports whether the slot is gone.
 func (s *State) endedUnseen(now time.Time, sl *slot) (gone bool) {
-	if sl.health != healthBad || sl.state != Ready || sl.busy() || sl.cfg.Starts || sl.cfg.Cloud || sl.cfg.TurnOnly || s.cfg.Mode != Evicting {
-		return false
-	}
-	gone = len(sl.on) > 0
-	all := s.cards(sl, func(c *card, h *holding) {
-		l, at := s.ledger(c, sl)
-		most := l.Used
-		for i, seen := range l.Seen {
-			if i != at {
-				most -= seen
-			}
-		}
-		if h.foreign != unseen { // else outsiders may have had nothing
-			most -= h.foreign
-		}
-		gone = gone && c.Known && s.transition(c.Index) == nil && h.booking > 0 && 4*most <= h.booking
-	})
-	if gone = gone && all; gone {
+	gone = sl.state == Ready && sl.health == healthBad && !sl.busy() && s.seenFree(sl)
+	if gone {
 		s.processEnded(now, sl, "its server does not answer, and its memory is free")
 	}
 	return gone
+}
+
+// unreachable acts on a probe that found no way to a server, or not its name. One of which nothing is known, as its container was stopped
+// before we came, is gone if its memory is free. A server that starts has a name.
+func (s *State) unreachable(now time.Time, sl *slot) {
+	if sl.state == Unknown && !now.Before(sl.loadsUntil) && !sl.busy() && s.seenFree(sl) {
+		s.processEnded(now, sl, "its server can't be reached, and its memory is free")
+	}
+}
+
+// seenFree reports whether what a slot is booked for is seen to be free, but for a quarter, on all of its GPUs. Bookings may be more than
+// what is taken, so only what has changed since its server last answered a probe tells. If that is more or less than the slot's
+// share, others' memory has moved too, and nothing does.
+func (s *State) seenFree(sl *slot) (free bool) {
+	if sl.cfg.Starts || sl.cfg.Cloud || sl.cfg.TurnOnly || s.cfg.Mode != Evicting {
+		return false
+	}
+	free = len(sl.on) > 0
+	all := s.cards(sl, func(c *card, h *holding) {
+		left := s.unexplained(c, sl)
+		switch {
+		case h.hasMeas:
+			left = h.measured
+		case sl.state == Ready:
+			left -= h.rest
+		}
+		known := c.Known && s.alone(c, sl) && h.booking > 0 && (h.hasMeas || h.rest != unseen || sl.state == Unknown)
+		free = free && known && 4*max(left, -left) <= h.booking
+	})
+	return free && all
+}
+
+// unexplained is what is in use of a GPU beyond the bookings of all slots but one, or of all; negative: so much of them isn't taken.
+func (s *State) unexplained(c *card, but *slot) gpu.Bytes {
+	sh := s.sheet(c, nil)
+	defer s.reuse(sh)
+	l := sh.account()
+	rest := l.Used
+	for i, seen := range l.Seen {
+		if sh.slots[i] != but {
+			rest -= seen
+		}
+	}
+	return rest
+}
+
+// forgetRest makes what was in use of a GPU beyond all bookings unknown, for all slots but one.
+func (s *State) forgetRest(index int, but *slot) {
+	for _, sl := range s.slots {
+		if h := sl.hold(index); h != nil && sl != but {
+			h.rest = unseen
+		}
+	}
+}
+
+// alone reports whether no other slot is being loaded or unloaded on a GPU.
+func (s *State) alone(c *card, sl *slot) bool {
+	t, w := s.transition(c.Index), s.warmer(c.Index)
+	return (t == nil || t == sl) && (w == nil || w == sl)
 }
 
 // comeBack counts a slot as loaded again whose process has ended, once half of its claim is seen to be taken since.

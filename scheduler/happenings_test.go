@@ -77,9 +77,11 @@ func (w *world) probe(sv *simServer) {
 	case !sv.alive && sv.cfg.Starts && w.chance(80):
 		p.Stopped, p.Loaded = true, No
 	case !sv.alive && !sv.cfg.Starts && w.chance(30):
-		p.Outcome, p.Detail = ProbeWrong, "no such host"
+		p.Outcome, p.Detail = ProbeUnreachable, "no such host"
 	case !sv.alive:
 		p.Outcome, p.Detail = ProbeRefused, "connection refused"
+	case sv.alive && !sv.cfg.Starts && w.chance(3): // its name is not found for a moment
+		p.Outcome, p.Detail = ProbeUnreachable, "no such host"
 	case sv.hung && !w.calm, w.hazard(w.shape.failures, 3):
 		p.Outcome, travels = ProbeTimedOut, 2*time.Second
 	case w.hazard(w.shape.failures, 2):

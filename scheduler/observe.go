@@ -100,7 +100,7 @@ func (s *State) place(sl *slot) {
 	}
 	sl.on = nil
 	for _, index := range sl.cfg.GPUs {
-		sl.on = append(sl.on, &holding{card: index, known: -1, foreign: unseen, baseOut: unseen})
+		sl.on = append(sl.on, &holding{card: index, known: -1, foreign: unseen, rest: unseen, baseOut: unseen})
 	}
 	s.reindex()
 }
@@ -155,6 +155,9 @@ func (s *State) probed(now time.Time, e Probed) {
 		}
 	case ProbeWrong:
 		s.sick(sl, now, e.Detail)
+	case ProbeUnreachable:
+		s.sick(sl, now, e.Detail)
+		s.unreachable(now, sl)
 	case ProbeRefused:
 		s.sick(sl, now, e.Detail)
 		s.nobodyListens(now, sl, "its server does not listen any more")
@@ -202,8 +205,8 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 	}
 	if sl.state == Ready {
 		s.cards(sl, func(c *card, h *holding) {
-			if c.Known && s.transition(c.Index) == nil {
-				h.foreign = s.outsiders(c)
+			if c.Known && s.alone(c, sl) {
+				h.rest = s.unexplained(c, nil)
 			}
 		})
 	}

@@ -190,7 +190,8 @@ type holding struct {
 	base     gpu.Bytes // seen amount when the residue began …
 	baseFree gpu.Bytes // … and what was free and foreign then
 	baseOut  gpu.Bytes
-	foreign  gpu.Bytes // IDLE and lazy: the least that outsiders held since it was last unloaded; READY: what they held when its server last answered a probe
+	foreign  gpu.Bytes // IDLE and lazy: the least that outsiders held since it was last unloaded
+	rest     gpu.Bytes // READY: what was in use beyond all bookings when its server last answered a probe; unseen: others have been loaded or unloaded since
 	kept     gpu.Bytes // residue before the unload of another began on this GPU
 	known    gpu.Bytes // residue after the last unload; -1: never unloaded
 	loadFree gpu.Bytes // free when its load began
@@ -386,6 +387,12 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 	sl.state, sl.since = state, now
 	if unloaded { // what the others left is told from what this one gave back now, before a load takes it
 		s.cards(sl, func(c *card, _ *holding) { s.capResidues(c) })
+	}
+	for _, h := range sl.on { // its booking, or what it takes, will be another
+		s.forgetRest(h.card, sl)
+		if state != Ready && state != Stopping { // else a failed unload leads back
+			h.rest = unseen
+		}
 	}
 	if state == Ready {
 		sl.evicted = false

@@ -279,6 +279,7 @@ const (
 	ProbeAnswered ProbeOutcome = iota
 	ProbeRefused
 	ProbeWrong
+	ProbeUnreachable // no way leads to the server, or its name is not found
 	ProbeTimedOut
 )
 

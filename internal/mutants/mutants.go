@@ -28,8 +28,8 @@ var inScheduler = []mutant{
 	{
 		name: "a server that answers no probe is gone though its memory is taken",
 		file: "gone.go", tests: "TestAServerThatAnswersNoProbeIsIdleOnceItsMemoryIsFree",
-		old: "h.booking > 0 && 4*most <= h.booking",
-		new: "h.booking > 0",
+		old: "free = free && known && 4*max(left, -left) <= h.booking",
+		new: "free = free && known",
 	},
 	{
 		name: "the epoch of a load's answer is ignored",

@@ -134,18 +134,23 @@ func TestAServerThatIsGivenUpBeforeASecondUpstreamFailsWorksOn(t *testing.T) {
 
 func TestARequestWhoseFirstTryReachedItsServerIsAdmittedOnce(t *testing.T) {
 	t.Parallel()
-	a, closed := viaRelay(t, plainModel("a", 9))
-	a.Proxy = strings.Replace(a.Proxy, "transport http", "lb_retries 1\ntransport http", 1)
-	s := start(t, layout{Global: "probe_interval 10m", Consumers: []consumer{a}})
-	s.serve("a")
-	end := s.holdWork("a")
-	defer end()
-	asks := s.send("GET", "/a/synthesize", "")
-	s.working("a")
-	jobs := s.status().Scheduler.TotalJobs
-	closed.close()
-	require.Equal(t, 502, s.await(asks).status)
-	require.Equal(t, jobs, s.status().Scheduler.TotalJobs)
+	for method, body := range map[string]string{"GET": "", "POST": "hello"} {
+		t.Run(method, func(t *testing.T) {
+			t.Parallel()
+			a, closed := viaRelay(t, plainModel("a", 9))
+			a.Proxy = strings.Replace(a.Proxy, "transport http", "lb_retries 1\nlb_retry_match {\nmethod GET POST\n}\ntransport http", 1)
+			s := start(t, layout{Global: "probe_interval 10m", Consumers: []consumer{a}})
+			s.serve("a")
+			end := s.holdWork("a")
+			defer end()
+			asks := s.send(method, "/a/synthesize", body)
+			s.working("a")
+			jobs := s.status().Scheduler.TotalJobs
+			closed.close()
+			require.Equal(t, 502, s.await(asks).status)
+			require.Equal(t, jobs, s.status().Scheduler.TotalJobs)
+		})
+	}
 }
 
 func TestAServerThatReverseProxyHoldsForDownIsUnhealthyAndNotDead(t *testing.T) {
