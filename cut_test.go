@@ -212,6 +212,8 @@ func TestWhatTheSchedulerIsToldOfAJobsEnd(t *testing.T) {
 		"its server took no second connection":     {r: here, err: refused, tries: 1, want: scheduler.DialRefused},
 		"another did not, asked after it":          {r: here, err: refused, tries: 1, dialled: "127.0.0.1:9000", want: scheduler.NoAnswer},
 		"it did not answer a second connection":    {r: here, err: hung, tries: 1, want: scheduler.NoAnswer},
+		"another broke off, asked after it":        {r: here, err: io.ErrUnexpectedEOF, tries: 1, dialled: "127.0.0.1:9000", want: scheduler.NoAnswer},
+		"its server broke off twice":               {r: here, err: io.ErrUnexpectedEOF, tries: 1, want: scheduler.ServerDied},
 		"another gave no answer, asked after it":   {r: here, err: gatewayTimeout(os.ErrDeadlineExceeded), tries: 1, dialled: "127.0.0.1:9000", want: scheduler.NoAnswer},
 	} {
 		j := &job{status: c.status, later: c.later, target: &target{}, repl: caddy.NewReplacer(), lease: broker.Lease{Upstream: "127.0.0.1:8080"}}
@@ -253,6 +255,8 @@ func TestWithoutAnUpstreamAnyRefusalIsTheServers(t *testing.T) {
 			j.repl.Set("http.reverse_proxy.upstream.hostport", dialled)
 		}
 		require.Equal(t, want, j.outcome(r, refusedBy(syscall.ECONNREFUSED), true, false), dialled)
+		j.repl.Set("http.reverse_proxy.retries", 1)
+		require.Equal(t, scheduler.NoAnswer, j.outcome(r, refusedBy(syscall.ECONNREFUSED), true, false), "%s: another may work on it", dialled)
 	}
 }
 

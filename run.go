@@ -242,7 +242,7 @@ func (j *job) outcome(r *http.Request, err error, completed, cutByUs bool) sched
 		return scheduler.ServerDied
 	case refusedDial(err) && (j.misrouted() != nil || j.answered()):
 		return scheduler.NoAnswer // that tells nothing of its server
-	case refusedDial(err) && !left && j.nobodyListens(err):
+	case refusedDial(err) && !left && j.nobodyListens(err) && (j.lease.Upstream != "" || !j.triedBefore(r)):
 		return scheduler.DialRefused // what an earlier try has begun there is gone, too
 	case refusedDial(err) && (j.triedBefore(r) || !j.wentToServer() && !j.mayBeNamed()):
 		return scheduler.NoAnswer
@@ -268,7 +268,10 @@ func (j *job) gaveUp(r *http.Request, err error) bool {
 	if err == nil || j.status != 0 {
 		return false
 	}
-	return refusedDial(err) && j.triedBefore(r) || timedOut(err) && (j.wentToServer() || j.mayBeNamed() || j.triedBefore(r))
+	if j.triedBefore(r) {
+		return refusedDial(err) || timedOut(err) || !j.wentToServer()
+	}
+	return timedOut(err) && (j.wentToServer() || j.mayBeNamed())
 }
 
 // timedOut reports whether a request failed because reverse_proxy timed out before its answer.

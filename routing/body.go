@@ -274,7 +274,14 @@ func (y *Body) Rewind(r *http.Request) {
 	r.GetBody = y.get
 }
 
-func (y *Body) reopen() (io.ReadCloser, error) { return y.reader(), nil }
+// reopen is GetBody of a request. Whoever sends the body begins with its reader, and reads it anew by this.
+func (y *Body) reopen() (io.ReadCloser, error) {
+	body := y.reader()
+	if r, ok := body.(*bodyReader); ok {
+		r.aside = true
+	}
+	return body, nil
+}
 
 // reader reads the body with its edits.
 func (y *Body) reader() io.ReadCloser {
@@ -355,8 +362,9 @@ func (y *Body) Recycle() {
 
 // bodyReader reads a body, as long as it is not recycled.
 type bodyReader struct {
-	of   *Body
-	next *bodyReader
+	of    *Body
+	next  *bodyReader
+	aside bool // it is one of reopen's
 
 	mu    sync.Mutex
 	from  io.Reader // nil: the body is gone
@@ -406,11 +414,11 @@ func (y *Body) Begun() bool {
 		r.mu.Lock()
 		begun := r.begun || r.sent
 		r.mu.Unlock()
-		if begun {
+		if begun && !r.aside {
 			return true
 		}
 	}
-	return false
+	return y.decoded.Begun()
 }
 
 // Sent notes that a copy of what Unread returned for a body was sent.

@@ -293,3 +293,45 @@ func TestWhatIsUnreadOfASmallBodyIsSeenAndStaysUnread(t *testing.T) {
 	require.Nil(t, Unread(http.NoBody))
 	require.Nil(t, Unread(nil))
 }
+
+func TestABodyIsBegunOnceItIsReadOrSent(t *testing.T) {
+	b := NewBuffers(t.TempDir())
+	plan, err := NewPlan([]string{"model"}, []string{"x_client_id"}, true)
+	require.NoError(t, err)
+	require.False(t, (*Body)(nil).Begun())
+	ways := map[string]struct {
+		do   func(r *http.Request)
+		want bool
+	}{
+		"nothing":   {func(*http.Request) {}, false},
+		"a look":    {func(r *http.Request) { require.NotEmpty(t, Unread(r.Body)) }, false},
+		"a sending": {func(r *http.Request) { Sent(r.Body) }, true},
+		"a reading": {func(r *http.Request) { _, _ = io.ReadAll(r.Body) }, true},
+		"another's reading": {func(r *http.Request) {
+			body, err := r.GetBody()
+			require.NoError(t, err)
+			_, _ = io.ReadAll(body)
+		}, false},
+	}
+	for name, way := range ways {
+		for _, coding := range []string{"", "gzip"} {
+			text := []byte(`{"model":"a","x_client_id":"me"}`) // of which something is taken out, so that it is passed on decoded
+			if coding != "" {
+				text = coded(t, coding, text)
+			}
+			r := httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(text))
+			r.Header.Set("Content-Type", "application/json")
+			r.Header.Set("Content-Encoding", coding)
+			body, err := b.Read(r, Limits{Body: total, Total: total})
+			require.NoError(t, err)
+			_, err = body.Peek(t.Context(), r.Header, plan)
+			require.NoError(t, err)
+			body.Rewind(r)
+			require.False(t, body.Begun())
+			way.do(r)
+			require.Equal(t, way.want, body.Begun(), "%s, %s", name, coding)
+			body.Recycle()
+		}
+	}
+	require.Zero(t, b.Held())
+}

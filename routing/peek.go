@@ -175,6 +175,9 @@ func (y *Body) Peek(ctx context.Context, h http.Header, p *Plan) (Facts, error) 
 		return Facts{}, err
 	}
 	if len(codings) > 0 {
+		if y.decoded != nil { // by a look that failed
+			y.decoded.Recycle()
+		}
 		if y.decoded, err = y.decode(ctx, codings); err != nil {
 			if ctx.Err() != nil {
 				return Facts{}, context.Cause(ctx)

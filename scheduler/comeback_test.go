@@ -505,6 +505,22 @@ func TestAServerThatAnswersNoProbeIsIdleOnceItsMemoryIsFree(t *testing.T) {
 			fail(f)
 			return true
 		},
+		"it was stopped, and had taken less than it claims": func(f *fixture, fail func(f *fixture)) bool {
+			f.warm("large", 4000) // so has another
+			f.look(time.Second)
+			f.warm("a", 6000)
+			answers(f)
+			f.use(-6000)
+			fail(f)
+			return true
+		},
+		"it was stopped, and outsiders took half of that at once": func(f *fixture, fail func(f *fixture)) bool {
+			f.warm("a", 10000)
+			answers(f)
+			f.use(-5000)
+			fail(f)
+			return false
+		},
 		"it lives, loaded": func(f *fixture, fail func(f *fixture)) bool {
 			f.warm("a", 10000)
 			answers(f)

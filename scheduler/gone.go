@@ -63,72 +63,79 @@ func (s *State) processEnded(now time.Time, sl *slot, why string) {
 
 // endedUnseen takes a loaded slot for gone whose server answers no probe, though none was refused, once its memory is seen to be free:
 // a container that was stopped, say, has no name and no address any more. A server that hangs, or whose name is not found for a
-// moment, keeps its memory, and stays as it is. It reports whether the slot is gone.
+// moment, keeps its memory, and stays as it is. Bookings may be more than what is taken, so only what is free tells: as much more than
+// when the server last answered, but for a quarter, as it had taken then. It reports whether the slot is gone.
 func (s *State) endedUnseen(now time.Time, sl *slot) (gone bool) {
-	gone = sl.state == Ready && sl.health == healthBad && !sl.busy() && s.seenFree(sl)
-	if gone {
+	gone = sl.state == Ready && sl.health == healthBad && s.mayEndUnseen(sl)
+	all := gone && s.cards(sl, func(c *card, h *holding) {
+		back := c.Free - h.aliveFree
+		near := h.aliveFree != unseen && 4*back >= 3*h.aliveTook && 4*back <= 5*h.aliveTook
+		gone = gone && c.Known && near && s.calm(c, sl) && !(h.hasMeas && 4*h.measured > h.aliveTook)
+	})
+	if gone = gone && all; gone {
 		s.processEnded(now, sl, "its server does not answer, and its memory is free")
 	}
 	return gone
 }
 
 // unreachable acts on a probe that found no way to a server, or not its name. One of which nothing is known, as its container was stopped
-// before we came, is gone if its memory is free. A server that starts has a name.
+// before we came, is gone if hardly anything is in use that others don't explain. A server that starts has a name.
 func (s *State) unreachable(now time.Time, sl *slot) {
-	if sl.state == Unknown && !now.Before(sl.loadsUntil) && !sl.busy() && s.seenFree(sl) {
+	gone := sl.state == Unknown && !now.Before(sl.loadsUntil) && s.mayEndUnseen(sl)
+	all := gone && s.cards(sl, func(c *card, h *holding) {
+		l, at := s.ledger(c, sl)
+		rest := l.Used
+		for i, seen := range l.Seen {
+			if i != at {
+				rest -= seen
+			}
+		}
+		gone = gone && c.Known && s.calm(c, sl) && 4*max(rest, -rest) <= h.booking
+	})
+	if gone && all {
 		s.processEnded(now, sl, "its server can't be reached, and its memory is free")
 	}
 }
 
-// seenFree reports whether what a slot is booked for is seen to be free, but for a quarter, on all of its GPUs. Bookings may be more than
-// what is taken, so only what has changed since its server last answered a probe tells. If that is more or less than the slot's
-// share, others' memory has moved too, and nothing does.
-func (s *State) seenFree(sl *slot) (free bool) {
-	if sl.cfg.Starts || sl.cfg.Cloud || sl.cfg.TurnOnly || s.cfg.Mode != Evicting {
+// mayEndUnseen reports whether a slot's server may end without anybody's word, and no work of it is known.
+func (s *State) mayEndUnseen(sl *slot) bool {
+	return s.cfg.Mode == Evicting && !sl.busy() && len(sl.on) > 0 && !sl.cfg.Starts && !sl.cfg.Cloud && !sl.cfg.TurnOnly
+}
+
+// answered notes what is free, and what a loaded slot has taken of it, as its server answers.
+func (s *State) answered(sl *slot) {
+	s.cards(sl, func(c *card, h *holding) {
+		if !c.Known || !s.calm(c, sl) {
+			return
+		}
+		h.aliveFree, h.aliveTook = c.Free, h.drop
+		if h.blind || 4*h.drop < h.booking { // it was loaded past us, or has not taken all yet
+			h.aliveTook = h.booking
+		}
+	})
+}
+
+// calm reports whether nothing of other slots is being loaded on a GPU, or given back.
+func (s *State) calm(c *card, sl *slot) bool {
+	t, w := s.transition(c.Index), s.warmer(c.Index)
+	if t != nil && t != sl || w != nil && w != sl {
 		return false
 	}
-	free = len(sl.on) > 0
-	all := s.cards(sl, func(c *card, h *holding) {
-		left := s.unexplained(c, sl)
-		switch {
-		case h.hasMeas:
-			left = h.measured
-		case sl.state == Ready:
-			left -= h.rest
-		}
-		known := c.Known && s.alone(c, sl) && h.booking > 0 && (h.hasMeas || h.rest != unseen || sl.state == Unknown)
-		free = free && known && 4*max(left, -left) <= h.booking
+	return !slices.ContainsFunc(s.slots, func(o *slot) bool {
+		h := o.hold(c.Index)
+		return o != sl && h != nil && h.residue > 0
 	})
-	return free && all
 }
 
-// unexplained is what is in use of a GPU beyond the bookings of all slots but one, or of all; negative: so much of them isn't taken.
-func (s *State) unexplained(c *card, but *slot) gpu.Bytes {
-	sh := s.sheet(c, nil)
-	defer s.reuse(sh)
-	l := sh.account()
-	rest := l.Used
-	for i, seen := range l.Seen {
-		if sh.slots[i] != but {
-			rest -= seen
+// moves forgets what was free when the servers of other slots last answered: a slot's change of state moves memory of its GPUs.
+func (s *State) moves(sl *slot) {
+	for _, h := range sl.on {
+		for _, o := range s.slots {
+			if oh := o.hold(h.card); oh != nil && o != sl {
+				oh.aliveFree = unseen
+			}
 		}
 	}
-	return rest
-}
-
-// forgetRest makes what was in use of a GPU beyond all bookings unknown, for all slots but one.
-func (s *State) forgetRest(index int, but *slot) {
-	for _, sl := range s.slots {
-		if h := sl.hold(index); h != nil && sl != but {
-			h.rest = unseen
-		}
-	}
-}
-
-// alone reports whether no other slot is being loaded or unloaded on a GPU.
-func (s *State) alone(c *card, sl *slot) bool {
-	t, w := s.transition(c.Index), s.warmer(c.Index)
-	return (t == nil || t == sl) && (w == nil || w == sl)
 }
 
 // comeBack counts a slot as loaded again whose process has ended, once half of its claim is seen to be taken since.

@@ -100,7 +100,7 @@ func (s *State) place(sl *slot) {
 	}
 	sl.on = nil
 	for _, index := range sl.cfg.GPUs {
-		sl.on = append(sl.on, &holding{card: index, known: -1, foreign: unseen, rest: unseen, baseOut: unseen})
+		sl.on = append(sl.on, &holding{card: index, known: -1, foreign: unseen, aliveFree: unseen, baseOut: unseen})
 	}
 	s.reindex()
 }
@@ -204,11 +204,7 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 		}
 	}
 	if sl.state == Ready {
-		s.cards(sl, func(c *card, h *holding) {
-			if c.Known && s.alone(c, sl) {
-				h.rest = s.unexplained(c, nil)
-			}
-		})
+		s.answered(sl)
 	}
 	if e.Resident > 0 && sl.state == Ready {
 		for _, h := range sl.on { // its word may raise a booking, never lower it

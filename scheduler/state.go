@@ -191,19 +191,20 @@ type holding struct {
 	baseFree gpu.Bytes // … and what was free and foreign then
 	baseOut  gpu.Bytes
 	foreign  gpu.Bytes // IDLE and lazy: the least that outsiders held since it was last unloaded
-	rest     gpu.Bytes // READY: what was in use beyond all bookings when its server last answered a probe; unseen: others have been loaded or unloaded since
-	kept     gpu.Bytes // residue before the unload of another began on this GPU
-	known    gpu.Bytes // residue after the last unload; -1: never unloaded
-	loadFree gpu.Bytes // free when its load began
-	loadOut  gpu.Bytes // … and foreign
-	before   gpu.Bytes // its residue when its load began, until it is known whether it was used again
-	drop     gpu.Bytes
-	blind    bool // there was no telemetry when its load began: loadFree is not known
-	frozen   bool // another transition began since: drop and residue don't follow free memory any more
-	guessed  bool // IDLE: the residue may be an outsider's who came during a load that failed
-	measured gpu.Bytes
-	hasMeas  bool
-	peak     gpu.Bytes // the most that was measured of it, or that its server reported, since its load
+	// READY: what was free when its server last answered a probe, and what it had taken then. unseen: others have been loaded or unloaded since.
+	aliveFree, aliveTook gpu.Bytes
+	kept                 gpu.Bytes // residue before the unload of another began on this GPU
+	known                gpu.Bytes // residue after the last unload; -1: never unloaded
+	loadFree             gpu.Bytes // free when its load began
+	loadOut              gpu.Bytes // … and foreign
+	before               gpu.Bytes // its residue when its load began, until it is known whether it was used again
+	drop                 gpu.Bytes
+	blind                bool // there was no telemetry when its load began: loadFree is not known
+	frozen               bool // another transition began since: drop and residue don't follow free memory any more
+	guessed              bool // IDLE: the residue may be an outsider's who came during a load that failed
+	measured             gpu.Bytes
+	hasMeas              bool
+	peak                 gpu.Bytes // the most that was measured of it, or that its server reported, since its load
 }
 
 // gate is what keeps new jobs out of a READY slot that is to be unloaded.
@@ -388,10 +389,10 @@ func (s *State) to(now time.Time, sl *slot, state SlotState) {
 	if unloaded { // what the others left is told from what this one gave back now, before a load takes it
 		s.cards(sl, func(c *card, _ *holding) { s.capResidues(c) })
 	}
-	for _, h := range sl.on { // its booking, or what it takes, will be another
-		s.forgetRest(h.card, sl)
-		if state != Ready && state != Stopping { // else a failed unload leads back
-			h.rest = unseen
+	s.moves(sl)
+	if state != Ready && state != Stopping { // a failed unload leads back
+		for _, h := range sl.on {
+			h.aliveFree = unseen
 		}
 	}
 	if state == Ready {

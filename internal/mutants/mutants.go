@@ -28,8 +28,8 @@ var inScheduler = []mutant{
 	{
 		name: "a server that answers no probe is gone though its memory is taken",
 		file: "gone.go", tests: "TestAServerThatAnswersNoProbeIsIdleOnceItsMemoryIsFree",
-		old: "free = free && known && 4*max(left, -left) <= h.booking",
-		new: "free = free && known",
+		old: "4*back >= 3*h.aliveTook && ",
+		new: "",
 	},
 	{
 		name: "the epoch of a load's answer is ignored",
