@@ -1,6 +1,7 @@
 package scheduler
 
 import (
+	"slices"
 	"testing"
 	"time"
 
@@ -609,6 +610,44 @@ func TestAServerThatAnswersNoProbeIsIdleOnceItsMemoryIsFree(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+func TestServersThatEndTogetherAreGoneTogether(t *testing.T) {
+	for name, c := range map[string]struct {
+		a, b, freed gpu.Bytes
+		want        []string // those that are gone
+	}{
+		"both":                         {8000, 3000, 11000, []string{"a", "b"}},
+		"as much as each":              {8000, 8000, 16000, []string{"a", "b"}},
+		"the first":                    {8000, 3000, 8000, []string{"a"}},
+		"the second":                   {8000, 3000, 3000, []string{"b"}},
+		"one of two that are as large": {8000, 8000, 8000, nil},
+		"neither":                      {8000, 3000, 0, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := given(t, 24576, server("a", c.a, healthAlone), server("b", c.b, healthAlone), server("left", 4000, func(c *SlotConfig) { c.Residual = 400 * gpu.MiB }))
+			f.warm("left", 4000)
+			f.look(time.Second)
+			f.step(Unload{Slot: "left"})
+			f.evicted("left", 3600)
+			f.look(5 * time.Second)
+			f.requireState("left", Idle)
+			f.warm("a", c.a)
+			f.look(time.Second)
+			f.warm("b", c.b)
+			f.look(time.Second)
+			f.probe("a", NotTold)
+			f.probe("b", NotTold)
+			f.use(-c.freed)
+			for _, slot := range []string{"a", "b"} {
+				f.step(Probed{Slot: slot, Sent: f.now, Outcome: ProbeUnreachable, Detail: "no such host"})
+			}
+			f.look(time.Second)
+			for _, slot := range []string{"a", "b"} {
+				require.Equal(t, slices.Contains(c.want, slot), f.slot(slot).State == Idle, slot)
+			}
+		})
 	}
 }
 

@@ -61,21 +61,60 @@ func (s *State) processEnded(now time.Time, sl *slot, why string) {
 	sl.returns = returns
 }
 
-// endedUnseen takes a loaded slot for gone whose server answers no probe, though none was refused, once its memory is seen to be free:
+// endUnseen takes loaded slots for gone whose servers answer no probe, though none was refused, once their memory is seen to be free:
 // a container that was stopped, say, has no name and no address any more. A server that hangs, or whose name is not found for a
-// moment, keeps its memory, and stays as it is. Bookings may be more than what is taken, so only what is free tells: as much more than
-// when the server last answered, but for a quarter, as it had taken then. It reports whether the slot is gone.
-func (s *State) endedUnseen(now time.Time, sl *slot) (gone bool) {
-	gone = sl.state == Ready && sl.health == healthBad && s.mayEndUnseen(sl)
-	all := gone && s.cards(sl, func(c *card, h *holding) {
-		back := c.Free - h.aliveFree
-		near := h.aliveFree != unseen && 4*back >= 3*h.aliveTook && 4*back <= 5*h.aliveTook
-		gone = gone && c.Known && near && s.calm(c, sl) && !(h.hasMeas && 4*h.measured > h.aliveTook)
-	})
-	if gone = gone && all; gone {
+// moment, keeps its memory, and stays as it is. Bookings may be more than what is taken, so only what is free tells. It may be that all
+// such servers have gone, or one of them; which of two that have taken as much, nothing tells. It reports whether a slot is gone.
+func (s *State) endUnseen(now time.Time) bool {
+	var silent, gone []*slot
+	for _, sl := range s.slots {
+		if sl.state == Ready && sl.health == healthBad && s.mayEndUnseen(sl) {
+			silent = append(silent, sl)
+		}
+	}
+	switch {
+	case len(silent) == 0:
+		return false
+	case s.freed(now, silent):
+		gone = silent
+	default:
+		for i := range silent {
+			if s.freed(now, silent[i:i+1]) {
+				gone = append(gone, silent[i])
+			}
+		}
+		if len(gone) != 1 {
+			return false
+		}
+	}
+	for _, sl := range gone {
 		s.processEnded(now, sl, "its server does not answer, and its memory is free")
 	}
-	return gone
+	return true
+}
+
+// freed reports whether on all their GPUs as much has become free since the servers of some slots last answered, but for a quarter, as
+// they had taken then. What others have left there may become free, too.
+func (s *State) freed(now time.Time, all []*slot) bool {
+	free := true
+	for _, sl := range all {
+		free = s.cards(sl, func(c *card, h *holding) {
+			var took, left gpu.Bytes
+			for _, o := range s.slots {
+				switch oh := o.hold(c.Index); {
+				case oh == nil:
+				case slices.Contains(all, o):
+					took += oh.aliveTook
+				default:
+					left += oh.residue
+				}
+			}
+			back := c.Free - h.aliveFree
+			near := h.aliveFree != unseen && 4*back >= 3*took && 4*back <= 5*took && 4*left < took
+			free = free && c.Known && near && s.calm(now, c, sl) && !(h.hasMeas && 4*h.measured > h.aliveTook)
+		}) && free
+	}
+	return free
 }
 
 // unreachable acts on a probe that found no way to a server, or not its name. One of which nothing is known, as its container was stopped
@@ -90,7 +129,7 @@ func (s *State) unreachable(now time.Time, sl *slot) {
 				rest -= seen
 			}
 		}
-		gone = gone && c.Known && s.calm(c, sl) && 4*max(rest, -rest) <= h.booking
+		gone = gone && c.Known && s.calm(now, c, sl) && 4*max(rest, -rest) <= h.booking
 	})
 	if gone && all {
 		s.processEnded(now, sl, "its server can't be reached, and its memory is free")
@@ -103,9 +142,9 @@ func (s *State) mayEndUnseen(sl *slot) bool {
 }
 
 // answered notes what is free, and what a loaded slot has taken of it, as its server answers.
-func (s *State) answered(sl *slot) {
+func (s *State) answered(now time.Time, sl *slot) {
 	s.cards(sl, func(c *card, h *holding) {
-		if !c.Known || !s.calm(c, sl) {
+		if !c.Known || c.seenAt.Before(sl.since) || !s.calm(now, c, sl) {
 			return
 		}
 		h.aliveFree, h.aliveTook = c.Free, h.drop
@@ -116,15 +155,9 @@ func (s *State) answered(sl *slot) {
 }
 
 // calm reports whether nothing of other slots is being loaded on a GPU, or given back.
-func (s *State) calm(c *card, sl *slot) bool {
+func (s *State) calm(now time.Time, c *card, sl *slot) bool {
 	t, w := s.transition(c.Index), s.warmer(c.Index)
-	if t != nil && t != sl || w != nil && w != sl {
-		return false
-	}
-	return !slices.ContainsFunc(s.slots, func(o *slot) bool {
-		h := o.hold(c.Index)
-		return o != sl && h != nil && h.residue > 0
-	})
+	return (t == nil || t == sl) && (w == nil || w == sl) && !now.Before(c.ebbs)
 }
 
 // moves forgets what was free when the servers of other slots last answered: a slot's change of state moves memory of its GPUs.

@@ -204,7 +204,7 @@ func (s *State) told(now time.Time, sl *slot, e Probed) {
 		}
 	}
 	if sl.state == Ready {
-		s.answered(sl)
+		s.answered(now, sl)
 	}
 	if e.Resident > 0 && sl.state == Ready {
 		for _, h := range sl.on { // its word may raise a booking, never lower it
@@ -277,9 +277,9 @@ func (s *State) sample(now time.Time, e Sampled) {
 	if changed {
 		s.expectAll()
 	}
-	back := false
+	back := s.endUnseen(now)
 	for _, sl := range s.slots {
-		back = s.comeBack(now, sl) || s.endedUnseen(now, sl) || back
+		back = s.comeBack(now, sl) || back
 	}
 	if back || s.waiting > 0 || s.unsettled() || s.lending || len(s.cfg.Restore) > 0 { // a lent GPU may have another index, one that is idle more memory
 		s.pump(now)

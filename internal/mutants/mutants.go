@@ -28,7 +28,7 @@ var inScheduler = []mutant{
 	{
 		name: "a server that answers no probe is gone though its memory is taken",
 		file: "gone.go", tests: "TestAServerThatAnswersNoProbeIsIdleOnceItsMemoryIsFree",
-		old: "4*back >= 3*h.aliveTook && ",
+		old: "4*back >= 3*took && ",
 		new: "",
 	},
 	{
