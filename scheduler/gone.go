@@ -117,8 +117,8 @@ func (s *State) freed(now time.Time, all []*slot) bool {
 	return free
 }
 
-// unreachable acts on a probe that found no way to a server, or not its name. One of which nothing is known, as its container was stopped
-// before we came, is gone if hardly anything is in use that others don't explain. A server that starts has a name.
+// unreachable acts on a probe that found no route to a server, or could not resolve its name. An UNKNOWN slot, whose container may have
+// been stopped before the broker started, is gone if other slots explain nearly all memory in use. A server that is starting has a name.
 func (s *State) unreachable(now time.Time, sl *slot) {
 	gone := sl.state == Unknown && !now.Before(sl.loadsUntil) && s.mayEndUnseen(sl)
 	all := gone && s.cards(sl, func(c *card, h *holding) {
